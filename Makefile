@@ -1,0 +1,63 @@
+# Each target makes the environment it needs under .venv/; `make` alone lists the targets.
+
+WORKERS ?= 2
+ARGS ?=
+
+# The first interpreter of version $(1) on PATH or under pyenv, or nothing.
+find-python = $(shell \
+	for python in python$(1) python3 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python; do \
+		$$python -c 'import ensurepip, sys; \
+			sys.version_info[:2] == tuple(map(int, "$(1)".split("."))) or sys.exit(1); \
+			print(sys.executable)' 2>/dev/null && break; \
+	done)
+
+.PHONY: help test test-matrix lint format types wheel clean
+.PRECIOUS: .venv/%/.ready
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+test: test-py311 ## run the suite on Python 3.11 (ARGS="-k name" passes options to pytest)
+
+test-matrix: ## repeat the suite on Python 3.13 with the newest JAX, where that is installed
+	@if [ -n "$(call find-python,3.13)" ]; then $(MAKE) --no-print-directory test-py313; \
+	else echo "==> test-matrix: skipped, no Python 3.13 on PATH or under pyenv"; fi
+
+test-%: .venv/%/.ready
+	@echo "==> test: pytest in .venv/$* on $(WORKERS) workers"
+	@JAX_PLATFORMS=cpu .venv/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: .venv/py311/.ready ## check style and format with ruff
+	@echo "==> lint: ruff check, ruff format --check"
+	@.venv/py311/bin/ruff check
+	@.venv/py311/bin/ruff format --check
+
+format: .venv/py311/.ready ## rewrite the sources in ruff's format, imports sorted
+	@echo "==> format: ruff check --fix, ruff format"
+	@.venv/py311/bin/ruff check --fix
+	@.venv/py311/bin/ruff format
+
+types: .venv/py311/.ready ## check types with mypy
+	@echo "==> types: mypy"
+	@.venv/py311/bin/mypy
+
+wheel: .venv/py311/.ready ## build the source distribution, and from it the wheel, into dist/
+	@echo "==> wheel: python -m build"
+	@.venv/py311/bin/python -m build --no-isolation
+
+clean: ## remove environments, builds and caches
+	@echo "==> clean: .venv, build, dist and caches"
+	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/%/.ready: pyproject.toml constraints/%.txt
+	$(eval version := $(patsubst py3%,3.%,$*))
+	$(eval python := $(call find-python,$(version)))
+	@test -n "$(python)" || { \
+		echo "Python $(version) with its venv module is not on PATH: install it, then repeat" >&2; \
+		exit 1; }
+	@echo "==> set-up: virtual environment .venv/$* from $(python)"
+	@"$(python)" -m venv .venv/$*
+	@echo "==> set-up: installing the library and its test extra, pinned by constraints/$*.txt"
+	@.venv/$*/bin/python -m pip install --quiet --editable '.[test]' --constraint constraints/$*.txt
+	@touch $@

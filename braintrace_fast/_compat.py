@@ -1,0 +1,128 @@
+"""The only file that knows JAX versions (0.10.2 to 0.12).
+
+Differences handled here:
+
+- from 0.12 on there is one ``Jaxpr`` class; a "closed" jaxpr is one with values attached, and the
+  constvars of a jaxpr without values are its leading invars. Code elsewhere therefore keeps its own
+  lists of constant variables and never reads ``.constvars`` of a jaxpr that it built open;
+- a jaxpr built by hand needs a ``DebugInfo``;
+- ``scan`` states how its operands are split in other parameters.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import brainstate
+import jax
+from jax.extend.core import DebugInfo, DropVar, Literal, Primitive, jaxprs_in_params
+
+if TYPE_CHECKING:  # JAX types the variables of a jaxpr as values without shape or dtype
+    ClosedJaxpr: TypeAlias = Any
+    Jaxpr: TypeAlias = Any
+    JaxprEqn: TypeAlias = Any
+    Var: TypeAlias = Any
+    Atom: TypeAlias = Any
+else:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+    Atom = Var | Literal
+
+__all__ = [
+    'Atom',
+    'ClosedJaxpr',
+    'DropVar',
+    'Jaxpr',
+    'JaxprEqn',
+    'Literal',
+    'Primitive',
+    'Var',
+    'build_closed_jaxpr',
+    'build_jaxpr',
+    'equation_function',
+    'jaxprs_in_params',
+    'new_var',
+    'open_jaxpr',
+    'scan_split',
+    'source_line',
+    'struct',
+]
+
+_HERE = os.path.dirname(__file__)
+_MACHINERY = (
+    os.path.dirname(jax.__file__),
+    os.path.dirname(brainstate.__file__),
+    os.path.join(_HERE, 'op'),
+    os.path.join(_HERE, 'nn', 'linear.py'),
+    os.path.join(_HERE, 'compiler'),
+    '<',
+)
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable with the shape and dtype of ``aval``."""
+    return Var(jax.core.ShapedArray(aval.shape, aval.dtype))
+
+
+def struct(atom: Atom) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a variable or literal, to trace with."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def build_jaxpr(
+    constvars: Sequence[Var],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn],
+) -> Jaxpr:
+    """A jaxpr from its parts, with the union of its equations' effects."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    debug_info = DebugInfo('braintrace_fast', 'step', None, None)
+    return Jaxpr(
+        list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=debug_info
+    )
+
+
+def build_closed_jaxpr(
+    constvars: Sequence[Var],
+    consts: Sequence[Any],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[JaxprEqn],
+) -> ClosedJaxpr:
+    """Like :func:`build_jaxpr`, with values for the constvars."""
+    return ClosedJaxpr(build_jaxpr(constvars, invars, outvars, eqns), list(consts))
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """Split a closed or an open jaxpr into the jaxpr and the values of its constvars."""
+    return getattr(jaxpr, 'jaxpr', jaxpr), getattr(jaxpr, 'consts', ())
+
+
+def scan_split(eqn: JaxprEqn) -> tuple[int, int]:
+    """The number of constant and of carried operands of a ``scan`` equation."""
+    params = eqn.params
+    if 'num_carry' in params:
+        return params['num_consts'], params['num_carry']
+    consts, carry, _ = params['ft_in'].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def equation_function(eqn: JaxprEqn) -> Callable[..., list[Any]]:
+    """One equation as a function of its operands (literals included), returning all results."""
+    operands = [new_var(v.aval) for v in eqn.invars]
+    results = [new_var(v.aval) for v in eqn.outvars]
+    jaxpr = build_jaxpr((), operands, results, [eqn.replace(invars=operands, outvars=results)])
+    return lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Where the model made this equation, as ``file:line (function)``.
+
+    Frames of JAX, brainstate and this library's ops are passed over.
+    """
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_MACHINERY):
+            return f'{frame.file_name}:{frame.line_num} ({frame.function_name})'
+    return 'an unknown line'

@@ -1,0 +1,246 @@
+"""A step's jaxpr, flattened: calls inlined, and control flow opened where a traced op is inside.
+
+``jit``, ``remat``/``checkpoint`` and closed calls are always inlined. ``cond`` and ``scan`` are
+opened only when an ETP op is inside (a ``cond`` becomes both branches and a ``select_n``, a
+``scan`` is unrolled); all others stay as they are, because the later passes look into them.
+``custom_jvp`` and ``custom_vjp`` calls are never opened: their rule is the derivative that the
+user asked for.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from .._compat import (
+    Atom,
+    ClosedJaxpr,
+    DropVar,
+    JaxprEqn,
+    Literal,
+    Var,
+    build_closed_jaxpr,
+    jaxprs_in_params,
+    new_var,
+    open_jaxpr,
+    scan_split,
+    source_line,
+    struct,
+)
+from ..op import ETPPrimitive
+from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
+
+__all__ = ['ControlFlowPolicy', 'contains', 'contains_etp_op', 'flatten']
+
+INLINED_CALLS = frozenset(
+    ['jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint', 'custom_lin']
+)
+CUSTOM_RULES = frozenset(['custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr'])
+
+
+@dataclass(frozen=True)
+class ControlFlowPolicy:
+    """What the compiler does with control flow inside a step.
+
+    Parameters
+    ----------
+    cond : {'convert', 'opaque'}
+        ``'convert'`` evaluates both branches of a ``cond`` that contains an ETP op and selects. If
+        a branch is only safe when it is taken (a guarded ``sqrt``, say), its derivative may be NaN
+        there; keep such a ``cond`` out of the op's way, or use ``'opaque'``.
+    scan_unroll_limit : int
+        The longest ``scan`` with an ETP op inside that is unrolled.
+    while_hidden : {'opaque-fwd', 'error'}
+        A ``while`` without weights through which a hidden state passes has no reverse mode; with
+        ``'opaque-fwd'`` its Jacobian is taken in forward mode.
+    etp_in_control_flow : {'error', 'exclude'}
+        An ETP op that remains inside control flow cannot be traced: refuse the model, or leave the
+        op to the ordinary gradient of the step, with a diagnostic.
+
+    Examples
+    --------
+    >>> import braintrace_fast as braintrace
+    >>> braintrace.ControlFlowPolicy(scan_unroll_limit=32).scan_unroll_limit
+    32
+    """
+
+    cond: str = 'convert'
+    scan_unroll_limit: int = 16
+    while_hidden: str = 'opaque-fwd'
+    etp_in_control_flow: str = 'error'
+
+    def __post_init__(self) -> None:
+        choices = {
+            'cond': ('convert', 'opaque'),
+            'while_hidden': ('opaque-fwd', 'error'),
+            'etp_in_control_flow': ('error', 'exclude'),
+        }
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(
+                    f'ControlFlowPolicy({field}={getattr(self, field)!r}) is not known; '
+                    f'choose one of {allowed}.'
+                )
+
+
+def contains(jaxpr: Any, test: Callable[[JaxprEqn], bool]) -> bool:
+    """Whether any equation of a jaxpr, at any depth, passes the test."""
+    inner, _ = open_jaxpr(jaxpr)
+    return any(test(eqn) or _inside(eqn, test) for eqn in inner.eqns)
+
+
+def _inside(eqn: JaxprEqn, test: Callable[[JaxprEqn], bool]) -> bool:
+    return any(contains(sub, test) for sub in jaxprs_in_params(eqn.params))
+
+
+def _is_etp(eqn: JaxprEqn) -> bool:
+    return isinstance(eqn.primitive, ETPPrimitive)
+
+
+def contains_etp_op(eqn: JaxprEqn) -> bool:
+    """Whether an ETP op is inside the jaxprs of an equation's parameters."""
+    return _inside(eqn, _is_etp)
+
+
+def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy) -> ClosedJaxpr:
+    """Inline calls and open control flow around ETP ops; see the module's docstring.
+
+    Variables of the given jaxpr keep their identity; those of inlined bodies are renamed, because
+    JAX shares one body between all its call sites.
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    flattener = _Flattener(policy)
+    flattener.constants.update(zip(jaxpr.constvars, consts, strict=True))
+    env: dict[Var, Atom] = {}
+    flattener.equations(jaxpr.eqns, env, rename=False)
+    outvars = [_read(env, v) for v in jaxpr.outvars]
+    return build_closed_jaxpr(
+        list(flattener.constants),
+        list(flattener.constants.values()),
+        jaxpr.invars,
+        outvars,
+        flattener.eqns,
+    )
+
+
+def _read(env: dict[Var, Atom], atom: Atom) -> Atom:
+    return atom if isinstance(atom, Literal) else env.get(atom, atom)
+
+
+class _Flattener:
+    def __init__(self, policy: ControlFlowPolicy) -> None:
+        self.policy = policy
+        self.eqns: list[JaxprEqn] = []
+        self.constants: dict[Var, Any] = {}
+
+    def equations(self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], rename: bool) -> None:
+        for eqn in eqns:
+            operands = [_read(env, v) for v in eqn.invars]
+            results = self.open(eqn, operands)
+            if results is not None:
+                env.update(
+                    (v, r)
+                    for v, r in zip(eqn.outvars, results, strict=True)
+                    if not isinstance(v, DropVar)
+                )
+                continue
+            outvars = list(eqn.outvars)
+            if rename:
+                outvars = [v if isinstance(v, DropVar) else new_var(v.aval) for v in outvars]
+                env.update(zip(eqn.outvars, outvars, strict=True))
+            self.eqns.append(eqn.replace(invars=operands, outvars=outvars))
+
+    def inline(self, closed: Any, operands: Sequence[Atom]) -> list[Atom]:
+        jaxpr, consts = open_jaxpr(closed)
+        env: dict[Var, Atom] = {}
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = new_var(var.aval)
+            self.constants[env[var]] = value
+        env.update(zip(jaxpr.invars, operands, strict=True))
+        self.equations(jaxpr.eqns, env, rename=True)
+        return [_read(env, v) for v in jaxpr.outvars]
+
+    def call(self, fun: Callable[..., Any], *operands: Atom) -> Atom:
+        """Emit the equations of a one-result function on the operands."""
+        (result,) = self.inline(jax.make_jaxpr(fun)(*map(struct, operands)), operands)
+        return result
+
+    def open(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
+        """The results of an equation that is opened here, or None to keep it."""
+        name = eqn.primitive.name
+        if name in INLINED_CALLS:
+            return self.inline(_body(eqn), operands)
+        if name == 'cond' and contains_etp_op(eqn):
+            return self.convert_cond(eqn, operands)
+        if name == 'scan' and contains_etp_op(eqn):
+            return self.unroll_scan(eqn, operands)
+        return None
+
+    def convert_cond(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
+        branches = eqn.params['branches']
+        if self.policy.cond == 'opaque' or eqn.effects:
+            reason = 'it has side effects' if eqn.effects else "the policy says cond='opaque'"
+            _note(DiagnosticKind.COND_CONVERSION_SKIPPED, eqn, f'a cond is kept because {reason}')
+            return None
+        index, *inputs = operands
+        cases = [self.inline(branch, inputs) for branch in branches]
+        _note(
+            DiagnosticKind.COND_IF_CONVERTED,
+            eqn,
+            f'a cond with an ETP op inside evaluates all its {len(branches)} branches and selects',
+        )
+        return [self.call(lax.select_n, index, *case) for case in zip(*cases, strict=True)]
+
+    def unroll_scan(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
+        length, limit = eqn.params['length'], self.policy.scan_unroll_limit
+        if not 0 < length <= limit or eqn.effects:
+            reason = (
+                'it has side effects' if eqn.effects else f'{length} steps are not 1 to {limit}'
+            )
+            _note(DiagnosticKind.SCAN_UNROLL_SKIPPED, eqn, f'a scan is kept because {reason}')
+            return None
+        num_consts, num_carry = scan_split(eqn)
+        consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+        sequences = operands[num_consts + num_carry :]
+        collected: list[list[Atom]] = []
+        steps = range(length)
+        for step in reversed(steps) if eqn.params['reverse'] else steps:
+            slices = [self.call(_at(step), xs) for xs in sequences]
+            results = self.inline(eqn.params['jaxpr'], [*consts, *carry, *slices])
+            carry = results[:num_carry]
+            collected.append(results[num_carry:])
+        if eqn.params['reverse']:
+            collected.reverse()
+        _note(
+            DiagnosticKind.SCAN_UNROLLED,
+            eqn,
+            f'a scan of {length} steps with an ETP op inside is unrolled',
+        )
+        stacked = [self.call(_stack, *ys) for ys in zip(*collected, strict=True)]
+        return [*carry, *stacked]
+
+
+def _body(eqn: JaxprEqn) -> Any:
+    return eqn.params['jaxpr'] if 'jaxpr' in eqn.params else eqn.params['call_jaxpr']
+
+
+def _at(step: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda xs: lax.index_in_dim(xs, step, keepdims=False)
+
+
+def _stack(*ys: jax.Array) -> jax.Array:
+    return lax.concatenate([lax.expand_dims(y, (0,)) for y in ys], 0)
+
+
+def _note(kind: DiagnosticKind, eqn: JaxprEqn, message: str) -> None:
+    skipped = kind in (DiagnosticKind.COND_CONVERSION_SKIPPED, DiagnosticKind.SCAN_UNROLL_SKIPPED)
+    line = source_line(eqn)
+    emit(
+        kind,
+        DiagnosticLevel.WARNING if skipped else DiagnosticLevel.INFO,
+        f'{line}: {message}.',
+        primitive=eqn.primitive,
+        context={'source': line},
+    )

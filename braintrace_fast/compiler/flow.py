@@ -1,0 +1,259 @@
+"""Which derivatives flow where in a step, position by position.
+
+Sources are hidden states (old and new values) and the outputs of ETP ops. For every variable that a
+source reaches, the flow records how the positions correspond, and which equations cut a path: those
+that mix positions, as ETP ops, matrix products, reductions and permutations do. Paths that are cut
+have no part in ``D`` and ``f``: that is what "diagonal" means.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var
+from .alignment import (
+    MIXED,
+    Alignment,
+    Only,
+    Outcome,
+    align_results,
+    forget_indices,
+    identity_alignment,
+    passes_derivative,
+)
+
+__all__ = ['Dependence', 'Flow', 'Slice', 'Source']
+
+
+class Dependence(NamedTuple):
+    """How a variable depends on a source: by aligned paths, and by paths that were cut."""
+
+    alignment: Alignment | None
+    cut_by: tuple[int, ...] = ()
+
+
+class Source(NamedTuple):
+    """What a source's positions are: its shape, less any state axis.
+
+    A source that may be shared has fewer (leading) axes than the states that it reaches. With
+    ``plane``, the source is one plane of a state with several along its last axis.
+    """
+
+    shape: tuple[int, ...]
+    may_be_shared: bool = False
+    plane: int | None = None
+
+
+class Slice(NamedTuple):
+    """The equations between some sources and some results, as a jaxpr of their own.
+
+    ``jaxpr`` takes the values of ``constvars`` (variables of the step), then of the sources.
+    """
+
+    jaxpr: Jaxpr
+    constvars: list[Var]
+
+
+class Flow:
+    """The dependences of every variable of a flat jaxpr on the given sources.
+
+    Parameters
+    ----------
+    eqns : sequence of JaxprEqn
+        The flattened step.
+    sources : mapping of Var to Source
+        The variables whose influence is followed.
+    targets : iterable of Var
+        Those of the sources that are new hidden states: positions must line up there.
+    """
+
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        sources: Mapping[Var, Source],
+        targets: Iterable[Var] = (),
+    ) -> None:
+        self.eqns = list(eqns)
+        self.sources = dict(sources)
+        self.targets = frozenset(targets)
+        self.dependences: dict[Var, dict[Var, Dependence]] = {}
+        self.detached: dict[int, frozenset[int]] = {}
+        self.unfit: set[tuple[Var, Var]] = set()
+        self.producer = {v: index for index, eqn in enumerate(eqns) for v in eqn.outvars}
+        for source in self.sources:
+            if source not in self.producer:
+                self.dependences[source] = self._itself(source)
+        for index, eqn in enumerate(self.eqns):
+            self._visit(index, eqn)
+
+    def of(self, atom: Atom) -> dict[Var, Dependence]:
+        """The sources that reach a variable."""
+        return {} if isinstance(atom, Literal) else self.dependences.get(atom, {})
+
+    def reaches(self, source: Var, target: Var, width: int) -> list[bool]:
+        """Per plane of a new state (``width`` along its last axis), whether a source reaches it."""
+        found = self.of(target).get(source)
+        alignment = None if found is None else found.alignment
+        if alignment is None:
+            return [False] * (width or 1)
+        last = alignment[-1] if width else None
+        return [not isinstance(last, Only) or i in last.indices for i in range(width or 1)]
+
+    def aligned(self, atom: Atom) -> list[Var]:
+        """The sources that reach a variable position by position."""
+        return [s for s, dependence in self.of(atom).items() if dependence.alignment is not None]
+
+    def _itself(self, source: Var) -> dict[Var, Dependence]:
+        shape, _, plane = self.sources[source]
+        return {source: Dependence(identity_alignment(source.aval.shape, len(shape), plane))}
+
+    def _line_up(self, source: Var, target: Var, index: int, found: Dependence) -> Dependence:
+        """Cut a dependence whose positions do not correspond one to one at a new hidden state."""
+        ours, theirs = self.sources[source], self.sources[target]
+        missing = len(theirs.shape) - len(ours.shape)
+        fits = (missing == 0 or (ours.may_be_shared and missing > 0)) and theirs.shape[
+            missing:
+        ] == ours.shape
+        axes = identity_alignment(ours.shape)
+        expected = (*[None] * max(missing, 0), *axes)
+        expected += (None,) * (target.aval.ndim - len(theirs.shape))
+        if found.alignment is None or (fits and forget_indices(found.alignment) == expected):
+            return found
+        if not fits:
+            self.unfit.add((source, target))
+        return Dependence(None, (*found.cut_by, index))
+
+    def _visit(self, index: int, eqn: JaxprEqn) -> None:
+        inputs = [self.of(v) for v in eqn.invars]
+        sources = dict.fromkeys(source for found in inputs for source in found)
+        results: list[dict[Var, Dependence]] = [{} for _ in eqn.outvars]
+        if sources:
+            outcomes = self._outcomes(index, eqn, inputs, sources)
+            for source in sources:
+                met = (found[source].cut_by for found in inputs if source in found)
+                before = dict.fromkeys(cut for cuts in met for cut in cuts)
+                for place, outcome in enumerate(outcomes[source]):
+                    if outcome is None and not (before and outcomes.flows[place]):
+                        continue
+                    cuts = (*before, index) if outcome is MIXED else tuple(before)
+                    alignment = outcome if isinstance(outcome, tuple) else None
+                    results[place][source] = Dependence(alignment, cuts)
+        for v, found in zip(eqn.outvars, results, strict=True):
+            if v in self.targets:
+                found.update({s: self._line_up(s, v, index, d) for s, d in found.items()})
+            if v in self.sources:
+                found.update(self._itself(v))
+            if found:
+                self.dependences[v] = found
+
+    def _outcomes(
+        self,
+        index: int,
+        eqn: JaxprEqn,
+        inputs: list[dict[Var, Dependence]],
+        sources: Iterable[Var],
+    ) -> '_Outcomes':
+        """Outcomes per source, with operands detached that would mix into an aligned result.
+
+        A result that is aligned to one source must not let another one in through the same operand
+        unaligned: such operands are taken as constants, for every source.
+        """
+        detached: frozenset[int] = frozenset()
+        while True:
+            outcomes = _Outcomes(eqn, inputs, sources, detached)
+            live = [
+                place
+                for place in range(len(eqn.outvars))
+                if any(isinstance(found[place], tuple) for found in outcomes.values())
+            ]
+            mixing = {
+                source
+                for source, found in outcomes.items()
+                if any(found[place] is MIXED for place in live)
+            }
+            bad = frozenset(
+                place
+                for place, found in enumerate(inputs)
+                if any(s in mixing and d.alignment is not None for s, d in found.items())
+            )
+            if bad <= detached:
+                break
+            detached |= bad
+        if detached:
+            self.detached[index] = detached
+        return outcomes
+
+    def slice(self, sources: Sequence[Var], results: Sequence[Var]) -> Slice:
+        """The part of the step through which the sources reach the results position by position.
+
+        Every other variable that it needs becomes a constant of the slice.
+        """
+        wanted = set(sources)
+        carries = {
+            v
+            for v, found in self.dependences.items()
+            if any(s in wanted and d.alignment is not None for s, d in found.items())
+        }
+        needed = {v for v in results if v in carries}
+        kept: list[int] = []
+        for index in range(len(self.eqns) - 1, -1, -1):
+            eqn = self.eqns[index]
+            if not any(v in needed and v not in wanted for v in eqn.outvars):
+                continue
+            kept.append(index)
+            needed.update(v for v in self._live_operands(index) if v in carries)
+        constants: dict[Var, Var] = {}
+
+        def constant(atom: Atom, fresh: bool) -> Atom:
+            if isinstance(atom, Literal):
+                return atom
+            if atom not in constants:
+                constants[atom] = new_var(atom.aval) if fresh else atom
+            return constants[atom]
+
+        eqns = []
+        for index in reversed(kept):
+            eqn, detached = self.eqns[index], self.detached.get(index, frozenset())
+            operands = []
+            for place, v in enumerate(eqn.invars):
+                carried = not isinstance(v, Literal) and v in carries
+                operands.append(
+                    v if carried and place not in detached else constant(v, fresh=carried)
+                )
+            # A result that no source reaches is a constant too: rename it out of the way.
+            outvars = [v if v in carries else new_var(v.aval) for v in eqn.outvars]
+            eqns.append(eqn.replace(invars=operands, outvars=outvars))
+        outvars = [v if v in carries else constant(v, fresh=False) for v in results]
+        jaxpr = build_jaxpr(list(constants.values()), sources, outvars, eqns)
+        return Slice(jaxpr, list(constants))
+
+    def _live_operands(self, index: int) -> list[Var]:
+        detached = self.detached.get(index, frozenset())
+        return [
+            v
+            for place, v in enumerate(self.eqns[index].invars)
+            if not isinstance(v, Literal) and place not in detached
+        ]
+
+
+class _Outcomes(dict[Var, list[Outcome]]):
+    """The outcome of one equation per source, given operands that are taken as constants."""
+
+    def __init__(
+        self,
+        eqn: JaxprEqn,
+        inputs: list[dict[Var, Dependence]],
+        sources: Iterable[Var],
+        detached: frozenset[int],
+    ) -> None:
+        cache: dict[tuple[Alignment | None, ...], list[Outcome]] = {}
+        self.flows = passes_derivative(eqn)
+        for source in sources:
+            alignments = tuple(f[source].alignment if source in f else None for f in inputs)
+            kept = tuple(None if i in detached else a for i, a in enumerate(alignments))
+            if kept not in cache:
+                aligned = any(a is not None for a in kept)
+                cache[kept] = align_results(eqn, kept) if aligned else [None] * len(eqn.outvars)
+            self[source] = list(cache[kept])
+            lost = any(k is None and a is not None for k, a in zip(kept, alignments, strict=True))
+            if lost:
+                self[source] = [MIXED if o is None else o for o in self[source]]

@@ -1,0 +1,522 @@
+"""Which weights reach which hidden groups, through which ops, and why others do not."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import brainstate
+import jax
+
+from .._compat import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxprs_in_params,
+    open_jaxpr,
+    source_line,
+)
+from .._typing import Path
+from ..op import ETPPrimitive
+from .alignment import passes_derivative
+from .control_flow import CUSTOM_RULES, contains_etp_op
+from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
+from .flow import Flow
+from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, is_product, step_flow
+from .module_info import ModuleInfo, extract_module_info
+from .weight_way import WeightWay, WeightWays
+
+__all__ = [
+    'HiddenParamOpRelation',
+    'find_hidden_param_op_relations_from_minfo',
+    'find_hidden_param_op_relations_from_module',
+]
+
+
+class HiddenParamOpRelation(NamedTuple):
+    r"""One occurrence of an op, :math:`y = \mathrm{op}(x, \theta)`, and the groups it reaches.
+
+    Attributes
+    ----------
+    primitive : Primitive
+        The op.
+    x_var : Var or None
+        Its input; None for an op of weights alone.
+    y_var : Var
+        Its output.
+    hidden_groups : list of HiddenGroup
+        The groups that ``y`` reaches position by position.
+    y_to_hidden_group_jaxprs : list of Jaxpr
+        Per group, from (the values of ``y_to_hidden_group_constvars``, ``y``) to its new states.
+    connected_hidden_paths : list of Path
+        The states that ``y`` reaches.
+    eqn_params : dict
+        The parameters of the op's equation.
+    path_classification : dict
+        Per state, ``'all_direct'``, or ``'mixed'`` if a part of the influence passes through
+        something that mixes positions and is not traced.
+    trainable_vars : dict
+        Per trainable input of the op (``'weight'``, ``'bias'``), its variable.
+    trainable_paths, trainable_leaf_indices, trainable_param_states : dict
+        The parameter that it comes from: path, leaf, state.
+    trainable_processing_chains : dict
+        The primitives between the parameter and the op.
+    y_to_hidden_group_constvars : list of list of Var
+        The other variables that ``y_to_hidden_group_jaxprs`` read.
+    f_patterns : list of tuple of bool
+        Per group, ``[s]`` is False where ``d h_s(t) / d y(t)`` is zero by structure.
+    is_position_wise : bool
+        False if some influence of ``y`` on a reached state passes through an operation other than a
+        matrix product that mixes positions.
+    is_shared : bool
+        Whether ``y`` has fewer axes than the states, so that the batch shares it.
+    weight_ways : dict
+        Per trainable input, its :class:`WeightWay` from the parameters.
+    source : str
+        The line of the user's code.
+    """
+
+    primitive: Primitive
+    x_var: Var | None
+    y_var: Var
+    hidden_groups: list[HiddenGroup]
+    y_to_hidden_group_jaxprs: list[Jaxpr]
+    connected_hidden_paths: list[Path]
+    eqn_params: dict[str, Any]
+    path_classification: dict[Path, str] = {}
+    trainable_vars: dict[str, Var] = {}
+    trainable_paths: dict[str, Path] = {}
+    trainable_leaf_indices: dict[str, int] = {}
+    trainable_param_states: dict[str, brainstate.ParamState] = {}
+    trainable_processing_chains: dict[str, tuple[Primitive, ...]] = {}
+    y_to_hidden_group_constvars: list[list[Var]] = []
+    f_patterns: list[tuple[bool, ...]] = []
+    is_position_wise: bool = True
+    is_shared: bool = False
+    weight_ways: dict[str, WeightWay] = {}
+    source: str = ''
+
+    @property
+    def x(self) -> Var | None:
+        """The same as ``x_var``."""
+        return self.x_var
+
+    @property
+    def y(self) -> Var:
+        """The same as ``y_var``."""
+        return self.y_var
+
+    @property
+    def path(self) -> Path:
+        """The path of the weight."""
+        return next(iter(self.trainable_paths.values()))
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the weights are functions of parameters and constants only."""
+        return all(way.is_static for way in self.weight_ways.values())
+
+    def y_to_hidden_groups(
+        self,
+        y_val: jax.Array,
+        const_vals: Mapping[Var, jax.Array],
+        concat_hidden_vals: bool = True,
+    ) -> list[Any]:
+        """The new states of every reached group as functions of ``y``.
+
+        Parameters
+        ----------
+        y_val : jax.Array
+            The op's output.
+        const_vals : mapping of Var to jax.Array
+            The values of the other variables.
+        concat_hidden_vals : bool
+            Whether to join the states of a group along a last axis.
+
+        Returns
+        -------
+        list
+            Per group, one array, or one per state.
+        """
+        results = []
+        for group, jaxpr, constvars in zip(
+            self.hidden_groups,
+            self.y_to_hidden_group_jaxprs,
+            self.y_to_hidden_group_constvars,
+            strict=True,
+        ):
+            states = jax.core.eval_jaxpr(jaxpr, [const_vals[v] for v in constvars], y_val)
+            results.append(group.concat_hidden(states) if concat_hidden_vals else states)
+        return results
+
+    def dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return self._asdict()
+
+    def __repr__(self) -> str:
+        return repr(
+            brainstate.util.PrettyMapping(self._asdict(), type_name=self.__class__.__name__)
+        )
+
+
+def find_hidden_param_op_relations_from_minfo(
+    minfo: ModuleInfo,
+    hid_path_to_group: Mapping[Path, HiddenGroup],
+    flow: Flow | None = None,
+) -> list[HiddenParamOpRelation]:
+    """Find the relations of a traced model, in the order of the step.
+
+    Parameters
+    ----------
+    minfo : ModuleInfo
+        The traced model.
+    hid_path_to_group : mapping
+        The group of each hidden state.
+    flow : Flow, optional
+        ``step_flow(minfo)``, where it is at hand.
+
+    Returns
+    -------
+    list of HiddenParamOpRelation
+
+    Raises
+    ------
+    NotImplementedError
+        If a weight is used inside a ``while``, or an op is inside control flow that was not opened.
+    """
+    finder = _Finder(minfo, hid_path_to_group, step_flow(minfo) if flow is None else flow)
+    relations = [
+        relation
+        for eqn in minfo.jaxpr.eqns
+        for relation in [finder.relation(eqn)]
+        if relation is not None
+    ]
+    finder.note_other_weights()
+    return relations
+
+
+def find_hidden_param_op_relations_from_module(
+    model: brainstate.nn.Module, *model_args: Any, **model_kwargs: Any
+) -> list[HiddenParamOpRelation]:
+    """Find the relations of a model.
+
+    Parameters
+    ----------
+    model : brainstate.nn.Module
+        A model with initialised states.
+    *model_args, **model_kwargs
+        Example inputs of one step.
+
+    Returns
+    -------
+    list of HiddenParamOpRelation
+
+    Examples
+    --------
+    >>> import brainstate, jax.numpy as jnp
+    >>> import braintrace_fast as braintrace
+    >>> gru = braintrace.nn.GRUCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(gru)
+    >>> relations = braintrace.find_hidden_param_op_relations_from_module(gru, jnp.ones(3))
+    >>> [relation.path for relation in relations]
+    [('Wz', 'weight'), ('Wh', 'weight')]
+    """
+    minfo = extract_module_info(model, *model_args, **model_kwargs)
+    flow = step_flow(minfo)
+    _, hid_path_to_group = find_hidden_groups_from_minfo(minfo, flow)
+    return find_hidden_param_op_relations_from_minfo(minfo, hid_path_to_group, flow)
+
+
+class _Finder:
+    def __init__(
+        self, minfo: ModuleInfo, hid_path_to_group: Mapping[Path, HiddenGroup], flow: Flow
+    ) -> None:
+        self.minfo = minfo
+        self.flow = flow
+        self.ways = WeightWays(minfo)
+        self.groups = list({group.index: group for group in hid_path_to_group.values()}.values())
+        self.explained: set[Path] = set()
+
+    def relation(self, eqn: JaxprEqn) -> HiddenParamOpRelation | None:
+        if not isinstance(eqn.primitive, ETPPrimitive):
+            self.look_inside(eqn)
+            return None
+        ways = self.find_ways(eqn)
+        if not ways:
+            return None
+        y = eqn.outvars[eqn.primitive.y_outvar_index]
+        path = next(way.paths[way.main] for way in ways.values())
+        cuts = {
+            new: self.flow.of(new)[y].cut_by
+            for group in self.groups
+            for new in group.hidden_outvars
+            if y in self.flow.aligned(new)
+        }
+        groups = [g for g in self.groups if any(new in cuts for new in g.hidden_outvars)]
+        if not groups:
+            self.exclude(eqn, y, path)
+            return None
+        slices = [self.flow.slice([y], group.hidden_outvars) for group in groups]
+        x_index = eqn.primitive.x_invar_index
+        positions = eqn.primitive.trainable_invars(eqn.params)
+        relation = HiddenParamOpRelation(
+            primitive=eqn.primitive,
+            x_var=None if x_index is None else eqn.invars[x_index],
+            y_var=y,
+            hidden_groups=groups,
+            y_to_hidden_group_jaxprs=[part.jaxpr for part in slices],
+            connected_hidden_paths=[self.minfo.outvar_to_hidden_path[new] for new in cuts],
+            eqn_params=dict(eqn.params),
+            path_classification={
+                self.minfo.outvar_to_hidden_path[new]: 'mixed' if by else 'all_direct'
+                for new, by in cuts.items()
+            },
+            trainable_vars={key: eqn.invars[positions[key]] for key in ways},
+            trainable_paths={key: way.paths[way.main] for key, way in ways.items()},
+            trainable_leaf_indices={key: way.leaf_indices[way.main] for key, way in ways.items()},
+            trainable_param_states={
+                key: self.minfo.state_of(way.paths[way.main]) for key, way in ways.items()
+            },
+            trainable_processing_chains={key: way.chain for key, way in ways.items()},
+            y_to_hidden_group_constvars=[part.constvars for part in slices],
+            f_patterns=[
+                tuple(
+                    reached
+                    for new, width in zip(group.hidden_outvars, group.widths, strict=True)
+                    for reached in self.flow.reaches(y, new, width)
+                )
+                for group in groups
+            ],
+            is_position_wise=all(
+                is_product(self.flow.eqns[cut]) for by in cuts.values() for cut in by
+            ),
+            is_shared=y.aval.ndim < len(groups[0].varshape),
+            weight_ways=ways,
+            source=source_line(eqn),
+        )
+        self.include(relation, cuts)
+        return relation
+
+    def find_ways(self, eqn: JaxprEqn) -> dict[str, WeightWay]:
+        """The ways to the op's trainable inputs that come from parameters."""
+        positions = eqn.primitive.trainable_invars(eqn.params)
+        found = {key: self.ways.find(eqn.invars[place]) for key, place in positions.items()}
+        ways = {key: way for key, way in found.items() if way is not None}
+        for key in positions:
+            if key not in ways:
+                self.emit(
+                    DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE
+                    if ways
+                    else DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
+                    DiagnosticLevel.INFO,
+                    eqn,
+                    f"the '{key}' of {eqn.primitive} comes from no ParamState, so it is not "
+                    'trained. Make it a brainstate.ParamState if it should be.',
+                )
+        return ways
+
+    def include(self, relation: HiddenParamOpRelation, cuts: Mapping[Var, Sequence[int]]) -> None:
+        self.explained.update(path for way in relation.weight_ways.values() for path in way.paths)
+        eqn = self.flow.eqns[self.flow.producer[relation.y_var]]
+        fields: dict[str, Any] = dict(
+            weight_path=relation.path, hidden_paths=tuple(relation.connected_hidden_paths)
+        )
+        self.emit(
+            DiagnosticKind.RELATION_INCLUDED,
+            DiagnosticLevel.INFO,
+            eqn,
+            f'{relation.path} is traced through {relation.primitive} to '
+            f'{relation.connected_hidden_paths}.',
+            hidden_group_indices=tuple(group.index for group in relation.hidden_groups),
+            **fields,
+        )
+        for cut in dict.fromkeys(cut for by in cuts.values() for cut in by):
+            mixer = self.flow.eqns[cut]
+            product = is_product(mixer)
+            self.emit(
+                DiagnosticKind.RELATION_PARTIAL_PATH
+                if product
+                else DiagnosticKind.TAIL_NOT_POSITION_WISE,
+                DiagnosticLevel.INFO if product else DiagnosticLevel.WARNING,
+                mixer,
+                f'a part of the influence of {relation.path} on its hidden states passes through '
+                f'{mixer.primitive.name}, which mixes positions; that part counts within the step, '
+                'but is not traced from step to step.',
+                **fields,
+            )
+        if not relation.is_static:
+            self.emit(
+                DiagnosticKind.WEIGHT_VARIES_IN_TIME,
+                DiagnosticLevel.INFO,
+                eqn,
+                f'{relation.path} is combined with values that change from step to step before the '
+                'op; its trace is kept in the coordinates of the parameter, which takes longer. '
+                'Apply the varying factor after the op, if the model allows it.',
+                **fields,
+            )
+
+    def exclude(self, eqn: JaxprEqn, y: Var, path: Path) -> None:
+        """Say why an op with trained weights reaches no hidden state position by position."""
+        hidden = [new for new in self.flow.targets if y in self.flow.of(new)]
+        hidden = [new for new in self.minfo.hidden_outvar_to_invar if new in hidden]
+        cuts = dict.fromkeys(cut for new in hidden for cut in self.flow.of(new)[y].cut_by)
+        mixers = [self.flow.eqns[cut] for cut in cuts]
+        shapes = {new.aval.shape for new in hidden if (y, new) in self.flow.unfit}
+        by = ', '.join(dict.fromkeys(f'{m.primitive.name} at {source_line(m)}' for m in mixers))
+        kept = 'It gets the gradient of the step, and none from the past.'
+        if not hidden:
+            kind, level = DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL, DiagnosticLevel.INFO
+            why = f'it reaches no hidden state: its gradient needs no trace. {kept}'
+        elif shapes:
+            kind, level = DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH, DiagnosticLevel.WARNING
+            why = (
+                f'its output has shape {y.aval.shape}, the hidden states {sorted(shapes)}; they '
+                f'must be equal, but for leading axes that the op may lack. {kept}'
+            )
+        elif all(isinstance(mixer.primitive, ETPPrimitive) for mixer in mixers):
+            kind, level = DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT, DiagnosticLevel.WARNING
+            why = (
+                f'it reaches hidden states only through another ETP op ({by}). {kept} To have it '
+                'traced, let its output flow into a hidden state directly.'
+            )
+        else:
+            kind, level = DiagnosticKind.RELATION_EXCLUDED_POSITION_MIXING, DiagnosticLevel.WARNING
+            why = (
+                f'it reaches hidden states only through operations that mix positions ({by}). '
+                f'{kept} To have it traced, apply the op after them.'
+            )
+        self.explained.add(path)
+        self.emit(
+            kind,
+            level,
+            eqn,
+            f'{path} is not traced: {why}',
+            weight_path=path,
+            hidden_paths=tuple(self.minfo.outvar_to_hidden_path[new] for new in hidden),
+        )
+
+    def look_inside(self, eqn: JaxprEqn) -> None:
+        """Refuse, or explain, an op or a weight inside an equation that was not opened."""
+        trained = [self.ways.is_trained(v) for v in eqn.invars]
+        if not any(trained):
+            return
+        loop = _while_with(eqn, trained)
+        if loop is not None:
+            raise NotImplementedError(
+                f'{source_line(loop)}: the weights at {self.paths_into(eqn)} are used inside a '
+                'while loop, which has no reverse mode. Use lax.scan, or lax.fori_loop with a '
+                'fixed number of steps, or move the weights out of the loop.'
+            )
+        if not contains_etp_op(eqn):
+            return
+        name, paths = eqn.primitive.name, self.paths_into(eqn)
+        if name in CUSTOM_RULES:
+            kind = DiagnosticKind.PRIMITIVE_INSIDE_CUSTOM_RULE
+            advice = 'Move the op out of the function with the custom derivative.'
+        else:
+            kind = DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW
+            advice = (
+                'Move the op out of it, or raise ControlFlowPolicy(scan_unroll_limit=...), or keep '
+                "cond='convert'."
+            )
+            if self.minfo.control_flow.etp_in_control_flow == 'error':
+                raise NotImplementedError(
+                    f'{source_line(eqn)}: an ETP op on {paths} is inside a {name} that is not '
+                    f'opened, so it cannot be traced. {advice} To train these weights without a '
+                    "trace, use ControlFlowPolicy(etp_in_control_flow='exclude')."
+                )
+        for path in paths:
+            self.explained.add(path)
+            self.emit(
+                kind,
+                DiagnosticLevel.WARNING,
+                eqn,
+                f'{path} is used by an ETP op inside a {name} and is not traced there; it gets the '
+                f'gradient of the step, and none from the past. {advice}',
+                weight_path=path,
+            )
+
+    def paths_into(self, eqn: JaxprEqn) -> list[Path]:
+        ways = [way for v in eqn.invars for way in [self.ways.find(v)] if way is not None]
+        return list(dict.fromkeys(path for way in ways for path in way.paths))
+
+    def note_other_weights(self) -> None:
+        """Explain the weights of which no op has said anything."""
+        for path, state in self.minfo.retrieved_model_states.items():
+            if not isinstance(state, brainstate.ParamState) or path in self.explained:
+                continue
+            leaves = self.minfo.weight_path_to_invars.get(path)
+            if leaves is None:
+                emit(
+                    DiagnosticKind.WEIGHT_NOT_USED,
+                    DiagnosticLevel.INFO,
+                    f'{path} is not used by the step; its gradient is zero.',
+                    weight_path=path,
+                )
+                continue
+            reaches = self.reaches_hidden(leaves)
+            advice = (
+                'To have its influence over time traced, pass it through an op of this library '
+                '(matmul, element_wise, ...).'
+                if reaches
+                else 'It reaches no hidden state, so nothing is missing.'
+            )
+            emit(
+                DiagnosticKind.WEIGHT_WITHOUT_ETP_OP,
+                DiagnosticLevel.WARNING if reaches else DiagnosticLevel.INFO,
+                f'{path} passes through no ETP op: it gets the gradient of the step, and none from '
+                f'the past. {advice}',
+                weight_path=path,
+            )
+
+    def reaches_hidden(self, leaves: Sequence[Var]) -> bool:
+        reached = set(leaves)
+        for eqn in self.flow.eqns:
+            if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
+                flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
+                reached.update(v for v, passes in flows if passes)
+        return any(new in reached for new in self.flow.targets)
+
+    def emit(
+        self,
+        kind: DiagnosticKind,
+        level: DiagnosticLevel,
+        eqn: JaxprEqn,
+        message: str,
+        weight_path: Path | None = None,
+        hidden_paths: tuple[Path, ...] = (),
+        **context: Any,
+    ) -> None:
+        line = source_line(eqn)
+        emit(
+            kind,
+            level,
+            f'{line}: {message}',
+            primitive=eqn.primitive,
+            weight_path=weight_path,
+            hidden_paths=hidden_paths,
+            context={'source': line, **context},
+        )
+
+
+def _while_with(eqn: JaxprEqn, trained: Sequence[bool]) -> JaxprEqn | None:
+    """The while loop inside an equation that a trained operand flows into, if there is one."""
+    if not any(trained):
+        return None
+    if eqn.primitive.name == 'while':
+        return eqn
+    for sub in jaxprs_in_params(eqn.params):
+        jaxpr = open_jaxpr(sub)[0]
+        # Operands align from the right: a cond has its index, and nothing else, in front.
+        offset = len(trained) - len(jaxpr.invars)
+        if offset not in (0, 1):
+            continue
+        reached = {v for v, t in zip(jaxpr.invars, trained[offset:], strict=True) if t}
+        for inner in jaxpr.eqns:
+            operands = [not isinstance(v, Literal) and v in reached for v in inner.invars]
+            if found := _while_with(inner, operands):
+                return found
+            if any(operands):
+                flows = zip(inner.outvars, passes_derivative(inner), strict=True)
+                reached.update(v for v, passes in flows if passes)
+    return None

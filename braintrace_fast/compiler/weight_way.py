@@ -1,0 +1,133 @@
+"""The way of a weight from its ``ParamState`` to the op, as a function to pull back through."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._compat import Atom, Jaxpr, Literal, Primitive, Var, build_jaxpr, open_jaxpr
+from .._typing import Path
+from .alignment import passes_derivative
+from .module_info import ModuleInfo
+
+__all__ = ['WeightWay', 'WeightWays']
+
+
+@dataclass(frozen=True, eq=False)
+class WeightWay:
+    """What lies between the parameters and one trainable input of an op: ``2 * w``, ``w.T``, ...
+
+    Attributes
+    ----------
+    param_vars : tuple of Var
+        The parameter leaves that it starts from.
+    paths : tuple of Path
+        Their ``ParamState``s.
+    leaf_indices : tuple of int
+        Which leaf of its ``ParamState`` each one is.
+    varying_vars : tuple of Var
+        Values of the step that it reads besides parameters and constants; empty if it is static.
+    chain : tuple of Primitive
+        The primitives on the way.
+    main : int
+        Which of the parameters gives the weight its name: the first of the weight's size.
+    """
+
+    param_vars: tuple[Var, ...]
+    paths: tuple[Path, ...]
+    leaf_indices: tuple[int, ...]
+    varying_vars: tuple[Var, ...]
+    chain: tuple[Primitive, ...]
+    main: int
+    _jaxpr: Jaxpr
+    _consts: tuple[Any, ...]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it depends on parameters and constants only, so that it is fixed in a window."""
+        return not self.varying_vars
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the op reads a parameter as it is."""
+        return not self._jaxpr.eqns
+
+    def __call__(self, params: Sequence[jax.Array], varying: Sequence[jax.Array] = ()) -> jax.Array:
+        """The weight as the op receives it, from the values of the parameters."""
+        (weight,) = jax.core.eval_jaxpr(self._jaxpr, self._consts, *params, *varying)
+        return weight
+
+    def pull_back(
+        self,
+        params: Sequence[jax.Array],
+        cotangent: jax.Array,
+        varying: Sequence[jax.Array] = (),
+    ) -> tuple[jax.Array, ...]:
+        """Cotangents of the parameters from the cotangent of the op's weight."""
+        if self.is_identity:
+            return (cotangent,)
+        return jax.vjp(lambda *p: self(p, varying), *params)[1](cotangent)
+
+
+class WeightWays:
+    """Finds the ways of a traced model."""
+
+    def __init__(self, minfo: ModuleInfo) -> None:
+        jaxpr, consts = open_jaxpr(minfo.closed_jaxpr)
+        self._constants: Mapping[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        self._params = {v: place for place, v in enumerate(minfo.weight_invars)}
+        self._eqns = jaxpr.eqns
+        self._producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._minfo = minfo
+        self._trained = set(self._params)
+        self._varying = {v for v in jaxpr.invars if v not in self._params}
+        for eqn in jaxpr.eqns:
+            operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+            if any(v in self._varying for v in operands) or eqn.effects:
+                self._varying.update(eqn.outvars)
+            if any(v in self._trained for v in operands):
+                flows = passes_derivative(eqn)
+                self._trained.update(
+                    v for v, passes in zip(eqn.outvars, flows, strict=True) if passes
+                )
+
+    def is_trained(self, atom: Atom) -> bool:
+        """Whether a derivative by some parameter flows into a variable."""
+        return not isinstance(atom, Literal) and atom in self._trained
+
+    def find(self, atom: Atom) -> WeightWay | None:
+        """The way to an op's input, or None if no parameter leads there."""
+        if not self.is_trained(atom):
+            return None
+        needed, kept = {atom}, []
+        for index in range(self._producer.get(atom, -1), -1, -1):
+            eqn = self._eqns[index]
+            # What no parameter leads to is read as a value if it varies, and recomputed if not.
+            if any(v in needed and not self._is_read(v) for v in eqn.outvars):
+                kept.append(index)
+                needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+        eqns = [self._eqns[index] for index in reversed(kept)]
+        params = tuple(v for v in self._params if v in needed)
+        read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+        varying = tuple(v for v in read if self._is_read(v))
+        constants = [v for v in read if v in self._constants]
+        paths = tuple(self._minfo.invar_to_weight_path[v] for v in params)
+        return WeightWay(
+            param_vars=params,
+            paths=paths,
+            leaf_indices=tuple(
+                self._minfo.weight_path_to_invars[path].index(v)
+                for path, v in zip(paths, params, strict=True)
+            ),
+            varying_vars=varying,
+            chain=tuple(
+                eqn.primitive for eqn in eqns if any(v in self._trained for v in eqn.outvars)
+            ),
+            main=next((i for i, v in enumerate(params) if v.aval.size == atom.aval.size), 0),
+            _jaxpr=build_jaxpr(constants, [*params, *varying], [atom], eqns),
+            _consts=tuple(self._constants[v] for v in constants),
+        )
+
+    def _is_read(self, v: Var) -> bool:
+        return v in self._varying and v not in self._trained

@@ -1,0 +1,299 @@
+"""What makes a JAX primitive an ETP op: where its weights are, and how traces pass through it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ['ETPPrimitive', 'TraceRules', 'register_primitive']
+
+Weights = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class TraceRules:
+    """How an op's eligibility trace is built, decayed and read.
+
+    A *plane* is an array shaped like the op's output ``y`` (with more leading batch axes than ``y``
+    where an op without input feeds a batched group). A *trace* is a dictionary with one array per
+    trainable input, in the coordinates of the weight as the op receives it, not summed over batch.
+    With ``J = d y / d weight`` at one position, in the notation of the design (section 3), for one
+    state plane:
+
+    ============= ======================================= =================================
+    rule          formula                                 where it is used
+    ============= ======================================= =================================
+    ``outer``     ``plane (x) x = plane * J(x)``          ``f_t (x) x_t``
+    ``outer_sum`` ``sum_t plane_t (x) x_t``               ``sum_t x_t (x) u_t`` of a window
+    ``decay``     ``plane * trace``                       ``D_t e_{t-1}`` and ``P_0 e_0``
+    ``contract``  ``sum_batch plane * trace``             ``L_t D_t e_{t-1}`` and ``nu_1 e_0``
+    ============= ======================================= =================================
+
+    A zero trace has the shapes of ``jax.eval_shape(outer, x, plane)``.
+
+    Parameters
+    ----------
+    outer : Callable
+        ``(x, plane, **params) -> trace``.
+    outer_sum : Callable
+        ``(x, plane, **params) -> trace``, both with a leading time axis that is summed over.
+    decay : Callable
+        ``(plane, trace, **params) -> trace``.
+    contract : Callable
+        ``(plane, trace, **params) -> weights``, arrays shaped like the weights.
+
+    Notes
+    -----
+    ``params`` are the parameters of the op's equation, as everywhere in :class:`ETPPrimitive`.
+    """
+
+    outer: Callable[..., Weights]
+    outer_sum: Callable[..., Weights]
+    decay: Callable[..., Weights]
+    contract: Callable[..., Weights]
+
+
+class ETPPrimitive(Primitive):
+    """A JAX primitive whose weights can be traced. Made by :func:`register_primitive`.
+
+    Attributes
+    ----------
+    forward : Callable
+        The op in plain JAX: ``(*inputs, **params) -> y``.
+    batched : bool
+        Whether ``x`` may have any number of leading batch axes, which ``y`` keeps.
+    gradient_enabled : bool
+        Whether a path from a weight to a hidden state may lead through this op.
+    x_invar_index : int or None
+        Which input is ``x``; None for an op of weights alone.
+    y_outvar_index : int
+        Which output is ``y``.
+    trace_rules : TraceRules or None
+        How to carry this op's trace; without them only windows that start fresh can be learned.
+    """
+
+    forward: Callable[..., jax.Array]
+    batched: bool
+    gradient_enabled: bool
+    x_invar_index: int | None
+    y_outvar_index: int
+    trace_rules: TraceRules | None
+    _trainable_invars: Callable[[dict[str, Any]], dict[str, int]] | None
+    _weight_vjp: Callable[..., Weights] | None
+
+    def trainable_invars(self, params: dict[str, Any]) -> dict[str, int]:
+        """Which inputs are trained: their names and positions, for these equation parameters."""
+        return {'weight': 1} if self._trainable_invars is None else self._trainable_invars(params)
+
+    def weight_vjp(
+        self,
+        x: jax.Array | None,
+        cotangent: jax.Array,
+        weights: Weights,
+        *,
+        leading_axes: int = 0,
+        **params: Any,
+    ) -> Weights:
+        """Pull a cotangent of ``y`` back to every trainable input, summed over all batch axes.
+
+        Parameters
+        ----------
+        x : jax.Array or None
+            The op's input.
+        cotangent : jax.Array
+            The cotangent of ``y``.
+        weights : dict of jax.Array
+            The trainable inputs by name, as the op receives them.
+        leading_axes : int
+            How many axes (time, for a window) ``x`` and ``cotangent`` have in front of those that
+            the op was called with. Only an op with an ``x`` and ``batched=False`` must be told.
+        **params
+            The parameters of the op's equation.
+
+        Returns
+        -------
+        dict of jax.Array
+            Arrays shaped like ``weights``.
+        """
+        sums_over_all = self.batched or self.x_invar_index is None or leading_axes == 0
+        if self._weight_vjp is not None and sums_over_all:
+            return self._weight_vjp(x, cotangent, weights, **params)
+        positions = self.trainable_invars(params)
+
+        def forward(weights: Weights, x: jax.Array | None) -> jax.Array:
+            inputs: dict[int, Any] = {positions[name]: value for name, value in weights.items()}
+            if self.x_invar_index is not None:
+                inputs[self.x_invar_index] = x
+            return self.forward(*(inputs[i] for i in range(len(inputs))), **params)
+
+        if self.x_invar_index is not None:
+            for _ in range(leading_axes):
+                forward = jax.vmap(forward, in_axes=(None, 0))
+        y, pull_back = jax.vjp(lambda weights: forward(weights, x), weights)
+        return pull_back(cotangent.sum(tuple(range(cotangent.ndim - y.ndim))))[0]
+
+
+_registered: dict[str, ETPPrimitive] = {}
+
+
+def register_primitive(
+    name: str,
+    impl_fn: Callable[..., Any],
+    *,
+    batched: bool = False,
+    gradient_enabled: bool = False,
+    trainable_invars_fn: Callable[[dict[str, Any]], dict[str, int]] | None = None,
+    x_invar_index: int | None = 0,
+    y_outvar_index: int = 0,
+    weight_vjp: Callable[..., Weights] | None = None,
+    trace_rules: TraceRules | None = None,
+) -> ETPPrimitive:
+    """Make an ETP op out of a function in plain JAX.
+
+    The result is a full JAX primitive: it can be jitted, differentiated in both modes, transposed,
+    vmapped and checkpointed. Under a derivative the op itself stays visible; its tangents are plain
+    JAX.
+
+    Parameters
+    ----------
+    name : str
+        The name of the primitive; each can be taken once.
+    impl_fn : Callable
+        ``(*inputs, **params) -> y``: one array out of ``x`` and the trainable inputs, with hashable
+        keyword parameters.
+    batched : bool
+        Whether ``x`` may have any number of leading batch axes, which ``y`` keeps. Then the op
+        survives ``jax.vmap`` over ``x``. Otherwise, and where weights are mapped, vmap replaces it
+        by plain JAX, which computes the same and is not traced.
+    gradient_enabled : bool
+        Whether a path from a weight to a hidden state may lead through this op.
+    trainable_invars_fn : Callable, optional
+        ``params -> {name: position}`` of the trainable inputs. ``{'weight': 1}`` if not given.
+    x_invar_index : int or None
+        The position of ``x``; None for an op of weights alone.
+    y_outvar_index : int
+        The position of ``y`` among the outputs. An op has one output, so this is 0.
+    weight_vjp : Callable, optional
+        ``(x, cotangent, weights, **params) -> dict``: see :meth:`ETPPrimitive.weight_vjp`. Derived
+        from ``impl_fn`` if not given. With ``batched=True``, or without an ``x``, it must sum over
+        every leading axis.
+    trace_rules : TraceRules, optional
+        How to carry the op's trace.
+
+    Returns
+    -------
+    ETPPrimitive
+        The primitive; call it with ``bind(*inputs, **params)``.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken, or ``y_outvar_index`` is not 0.
+
+    Examples
+    --------
+    >>> import braintrace_fast as braintrace
+    >>> import jax.numpy as jnp
+    >>> gain = braintrace.register_primitive('docs_gain', lambda x, weight: x * weight)
+    >>> gain.bind(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])).tolist()
+    [3.0, 8.0]
+    """
+    if name in _registered:
+        raise ValueError(
+            f'register_primitive: an ETP op named {name!r} exists already. '
+            'Choose another name, or reuse the primitive that the first call returned.'
+        )
+    if y_outvar_index != 0:
+        raise ValueError(
+            f'register_primitive: {name!r} has y_outvar_index={y_outvar_index}, expected 0. '
+            'An ETP op has one output; return only y from impl_fn.'
+        )
+    primitive = ETPPrimitive(name)
+    primitive.forward = impl_fn
+    primitive.batched = batched
+    primitive.gradient_enabled = gradient_enabled
+    primitive.x_invar_index = x_invar_index
+    primitive.y_outvar_index = y_outvar_index
+    primitive.trace_rules = trace_rules
+    primitive._trainable_invars = trainable_invars_fn
+    primitive._weight_vjp = weight_vjp
+    _install_jax_rules(primitive)
+    _registered[name] = primitive
+    return primitive
+
+
+def _install_jax_rules(primitive: ETPPrimitive) -> None:
+    """Derive every rule of JAX from the op's forward."""
+    forward = primitive.forward
+
+    @functools.cache
+    def jitted(**params: Any) -> Any:
+        return jax.jit(functools.partial(forward, **params))
+
+    def impl(*args: Any, **params: Any) -> Any:
+        return jitted(**params)(*args)
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        # unlike eval_shape, the cached trace is cheap and keeps what shard_map knows of the arrays
+        out_avals = jitted(**params).trace(*avals).jaxpr.out_avals
+        if len(out_avals) != 1:
+            raise TypeError(
+                f'The ETP op {primitive.name!r} returned {len(out_avals)} arrays, expected one. '
+                'Return only y from its impl_fn.'
+            )
+        return out_avals[0]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        y = primitive.bind(*primals, **params)
+        moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+        moving_forward = _function_of(moving, forward, primals, params)
+        _, dy = jax.jvp(moving_forward, [primals[i] for i in moving], [tangents[i] for i in moving])
+        return y, dy
+
+    def transpose(cotangent: Any, *args: Any, **params: Any) -> list[Any]:
+        unknown = [i for i, arg in enumerate(args) if ad.is_undefined_primal(arg)]
+        results: list[Any] = [None] * len(args)
+        if type(cotangent) is ad.Zero:
+            cotangents = [ad.Zero(args[i].aval) for i in unknown]
+        else:
+            linear_forward = _function_of(unknown, forward, args, params)
+            pull_back = jax.linear_transpose(linear_forward, *(args[i].aval for i in unknown))
+            cotangents = pull_back(cotangent)
+        for i, value in zip(unknown, cotangents, strict=True):
+            results[i] = value
+        return results
+
+    def batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
+        mapped = [i for i, axis in enumerate(axes) if axis is not None]
+        if primitive.batched and mapped == [primitive.x_invar_index]:
+            (i,) = mapped
+            inputs = [*args[:i], jnp.moveaxis(args[i], axes[i], 0), *args[i + 1 :]]
+            return primitive.bind(*inputs, **params), 0
+        mapped_forward = jax.vmap(functools.partial(forward, **params), in_axes=tuple(axes))
+        return mapped_forward(*args), 0
+
+    primitive.def_impl(impl)
+    primitive.def_abstract_eval(abstract_eval)
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(forward, multiple_results=False))
+
+
+def _function_of(
+    free: Sequence[int], forward: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., Any]:
+    """The forward as a function of the arguments at the positions ``free``, the others fixed."""
+
+    def function(*values: Any) -> Any:
+        inputs = list(args)
+        for i, value in zip(free, values, strict=True):
+            inputs[i] = value
+        return forward(*inputs, **params)
+
+    return function

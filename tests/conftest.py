@@ -1,0 +1,33 @@
+"""What every test relies on: CPU, a fixed seed, a time step, and float64 on request."""
+
+import os
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import brainstate
+import hypothesis
+import pytest
+import saiunit as u
+
+# The first example of a property compiles; the context of `x64` is meant to span all examples.
+hypothesis.settings.register_profile(
+    'suite',
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile('suite')
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    with brainstate.environ.context(dt=0.1 * u.ms):
+        brainstate.random.seed(0)
+        yield
+
+
+@pytest.fixture
+def x64(_environment):
+    """Run the test in float64: JAX's default type and brainstate's."""
+    with brainstate.environ.context(precision=64):
+        yield

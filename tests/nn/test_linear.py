@@ -1,0 +1,63 @@
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import saiunit as u
+
+from braintrace_fast import nn
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+
+def draw(*shape: int, seed: int = 0) -> jnp.ndarray:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+@pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
+@pytest.mark.parametrize('b_init', [None, draw(2, seed=1)], ids=['no_bias', 'bias'])
+@pytest.mark.parametrize('w_mask', [None, draw(3, 2, seed=2) > 0], ids=['dense', 'masked'])
+def test_linear_is_brainstates_linear_for_inputs_of_any_rank(batch, b_init, w_mask) -> None:
+    ours, plain = (
+        module.Linear(3, 2, w_init=draw(3, 2), b_init=b_init, w_mask=w_mask)
+        for module in (nn, brainstate.nn)
+    )
+    x = draw(*batch, 3, seed=3)
+    assert isinstance(ours, brainstate.nn.Linear)
+    assert ours(x).shape == (*batch, 2)
+    np.testing.assert_allclose(ours(x), plain(x), rtol=1e-14)
+
+
+@pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
+@pytest.mark.parametrize('w_sign', [None, jnp.sign(draw(3, 2, seed=1))], ids=['positive', 'signed'])
+def test_signed_linear_is_brainstates_signed_linear(batch, w_sign) -> None:
+    ours, plain = (
+        module.SignedWLinear(3, 2, w_init=draw(3, 2), w_sign=w_sign)
+        for module in (nn, brainstate.nn)
+    )
+    x = draw(*batch, 3, seed=3)
+    assert isinstance(ours, brainstate.nn.SignedWLinear)
+    np.testing.assert_allclose(ours(x), plain(x), rtol=1e-14)
+
+
+def test_linear_carries_units() -> None:
+    layer = nn.Linear(3, 2, w_init=draw(3, 2) * u.mS, b_init=jnp.ones(2) * u.uA)
+    expected = draw(3, seed=1) @ draw(3, 2) + 1.0
+    found = layer(draw(3, seed=1) * u.mV)
+    np.testing.assert_allclose(found.to_decimal(u.uA), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(('name', 'option'), [('Linear', 'w_mask'), ('SignedWLinear', 'w_sign')])
+def test_every_parameter_gets_the_gradient_of_the_plain_layer(name, option) -> None:
+    def gradients(module) -> list:
+        factors = jnp.sign(draw(3, 2, seed=2))
+        layer = getattr(module, name)(3, 2, w_init=draw(3, 2, seed=1), **{option: factors})
+        parameters = layer.states(brainstate.ParamState)
+        x = draw(5, 3)
+        return jax.tree.leaves(
+            brainstate.transform.grad(lambda: jnp.sin(layer(x)).sum(), parameters)()
+        )
+
+    for found, expected in zip(gradients(nn), gradients(brainstate.nn), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        assert jnp.any(expected != 0)

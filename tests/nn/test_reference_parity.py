@@ -1,0 +1,80 @@
+"""The layers are drop-in for those of braintrace: arguments, paths, numbers drawn and computed."""
+
+import inspect
+import warnings
+from types import ModuleType
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from braintrace_fast import nn
+
+LAYERS = list(nn.__all__)
+
+
+@pytest.fixture(scope='module')
+def reference() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return pytest.importorskip('braintrace', reason='the reference needs Python 3.11').nn
+
+
+def make(module: ModuleType, name: str, *sizes: int) -> Any:
+    brainstate.random.seed(3)
+    layer = getattr(module, name)(*sizes)
+    if hasattr(layer, 'init_state'):
+        layer.init_state(5)
+    return layer
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_arguments_and_their_order(reference: ModuleType, name: str) -> None:
+    ours, theirs = (
+        inspect.signature(getattr(module, name).__init__).parameters for module in (nn, reference)
+    )
+    assert list(ours) == list(theirs)
+    for key, parameter in ours.items():
+        found, expected = parameter.default, theirs[key].default
+        assert type(found).__name__ == type(expected).__name__
+        if isinstance(expected, str | type):
+            assert found == expected
+
+
+@pytest.mark.usefixtures('x64')
+@pytest.mark.parametrize('sizes', [(3, 4), (4, 3), (4, 4)], ids=['wide', 'tall', 'square'])
+@pytest.mark.parametrize('name', LAYERS)
+def test_the_same_seed_gives_the_same_states_and_outputs(
+    reference: ModuleType, name: str, sizes: tuple[int, int]
+) -> None:
+    ours, theirs = make(nn, name, *sizes), make(reference, name, *sizes)
+    ours_states, theirs_states = ours.states(), theirs.states()
+    assert list(ours_states) == list(theirs_states)
+    for path in ours_states:
+        found, expected = ours_states[path], theirs_states[path]
+        assert type(found) is type(expected)
+        assert jax.tree.structure(found.value) == jax.tree.structure(expected.value)
+        for a, b in zip(jax.tree.leaves(found.value), jax.tree.leaves(expected.value), strict=True):
+            assert a.dtype == b.dtype == jnp.float64
+            np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-15)
+    for x in np.random.default_rng(0).normal(size=(3, 5, sizes[0])):
+        np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize('name', LAYERS)
+def test_the_same_seed_gives_the_same_float32_weights(reference: ModuleType, name: str) -> None:
+    weights = [
+        jax.tree.leaves(
+            [
+                state.value
+                for state in make(module, name, 7, 20).states(brainstate.ParamState).values()
+            ]
+        )
+        for module in (nn, reference)
+    ]
+    for ours, theirs in zip(*weights, strict=True):
+        assert ours.dtype == theirs.dtype == jnp.float32
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)

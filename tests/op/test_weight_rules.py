@@ -1,0 +1,259 @@
+"""``weight_vjp`` is the gradient of the weights; the trace rules are its per-position pieces."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from braintrace_fast.op import ETPPrimitive, element_wise, matmul, register_primitive
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+Weights = dict[str, jax.Array]
+
+
+class Case(NamedTuple):
+    """``plain`` is the op at one position of the batch."""
+
+    name: str
+    call: Callable[..., Any]
+    plain: Callable[[Any, Weights], jax.Array]
+    x: tuple[int, ...] | None
+    weights: dict[str, tuple[int, ...]]
+    y: tuple[int, ...]
+    batch: tuple[int, ...]
+
+
+def dense(x: jax.Array, weights: Weights) -> jax.Array:
+    return x @ weights['weight'] + weights.get('bias', 0.0)
+
+
+WEIGHT, WITH_BIAS = {'weight': (3, 2)}, {'weight': (3, 2), 'bias': (2,)}
+
+CASES = [
+    Case('matmul_vector', matmul, dense, (3,), WEIGHT, (2,), ()),
+    Case('matmul_batch', matmul, dense, (3,), WEIGHT, (2,), (5,)),
+    Case('matmul_bias', matmul, dense, (3,), WITH_BIAS, (2,), (5,)),
+    Case('matmul_two_axes', matmul, dense, (3,), WITH_BIAS, (2,), (4, 5)),
+    Case('matmul_single_input', matmul, dense, (1,), {'weight': (1, 7)}, (7,), (5,)),
+    Case('element_wise', element_wise, lambda _, w: w['weight'], None, {'weight': (3,)}, (3,), ()),
+    Case(
+        'element_wise_in_batched_group',
+        element_wise,
+        lambda _, w: w['weight'],
+        None,
+        {'weight': (4, 3)},
+        (4, 3),
+        (5,),
+    ),
+    Case(
+        'scalar',
+        element_wise,
+        lambda _, w: jnp.broadcast_to(w['weight'], (3,)),
+        None,
+        {'weight': ()},
+        (3,),
+        (5,),
+    ),
+    Case(
+        'shared_axis',
+        element_wise,
+        lambda _, w: jnp.broadcast_to(w['weight'], (4, 3)),
+        None,
+        {'weight': (4, 1)},
+        (4, 3),
+        (5,),
+    ),
+]
+
+# A weight shared between positions has a finer trace than itself, until that is contracted.
+ONE_WEIGHT_PER_POSITION = [case for case in CASES if case.name not in ('scalar', 'shared_axis')]
+
+
+class Setup(NamedTuple):
+    primitive: ETPPrimitive
+    params: dict[str, Any]
+    weights: Weights
+    draw_x: Callable[..., Any]
+    draw_plane: Callable[..., jax.Array]
+    case: Case
+
+    def jacobian_rows(self, x: Any, plane: jax.Array) -> Weights:
+        """``sum_position plane * dy/dweight`` for each place in the batch, by dense Jacobians."""
+        batch_ndim = plane.ndim - len(self.case.y)
+
+        def at_one_place(x: Any, plane: jax.Array) -> Weights:
+            jacobians = jax.jacobian(lambda w: self.case.plain(x, w))(self.weights)
+            return jax.tree.map(lambda jac: jnp.tensordot(plane, jac, plane.ndim), jacobians)
+
+        x_axis = None if x is None else 0
+        for _ in range(batch_ndim):
+            at_one_place = jax.vmap(at_one_place, in_axes=(x_axis, 0))
+        return jax.jit(at_one_place)(x, plane)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    case = request.param
+    rng = np.random.default_rng(0)
+
+    def normal(shape: tuple[int, ...]) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape))
+
+    weights = {key: normal(shape) for key, shape in case.weights.items()}
+    operands = () if case.x is None else (normal((*case.batch, *case.x)),)
+    (eqn,) = jax.make_jaxpr(case.call)(*operands, *weights.values()).jaxpr.eqns
+    return Setup(
+        eqn.primitive,
+        eqn.params,
+        weights,
+        lambda *lead: None if case.x is None else normal((*lead, *case.batch, *case.x)),
+        lambda *lead: normal((*lead, *case.batch, *case.y)),
+        case,
+    )
+
+
+def assert_same(found: Weights, expected: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert found[key].dtype == jnp.float64
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-13, atol=1e-13)
+        assert jnp.any(expected[key] != 0)
+
+
+def test_trainable_invars_name_the_weights_and_their_positions(setup: Setup) -> None:
+    first = 0 if setup.primitive.x_invar_index is None else 1
+    expected = {key: first + i for i, key in enumerate(setup.weights)}
+    assert setup.primitive.trainable_invars(setup.params) == expected
+
+
+@pytest.mark.parametrize('lead', [(), (7,), (2, 7)], ids=['step', 'window', 'two_axes'])
+def test_weight_vjp_sums_over_time_and_batch(setup: Setup, lead: tuple[int, ...]) -> None:
+    x, cotangent = setup.draw_x(*lead), setup.draw_plane(*lead)
+    rows = setup.jacobian_rows(x, cotangent)
+    summed = tuple(range(len(lead) + len(setup.case.batch)))
+    expected = {key: rows[key].sum(summed) for key in rows}
+    for extra in ({}, {'leading_axes': len(lead)}):
+        found = setup.primitive.weight_vjp(x, cotangent, setup.weights, **extra, **setup.params)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize('setup', ONE_WEIGHT_PER_POSITION, indirect=True, ids=lambda c: c.name)
+def test_outer_is_the_jacobian_of_each_position(setup: Setup) -> None:
+    x, plane = setup.draw_x(), setup.draw_plane()
+    found = setup.primitive.trace_rules.outer(x, plane, **setup.params)
+    assert_same(found, setup.jacobian_rows(x, plane))
+
+
+def test_outer_sum_is_the_sum_of_outer_over_time(setup: Setup) -> None:
+    rules = setup.primitive.trace_rules
+    x, plane = setup.draw_x(7), setup.draw_plane(7)
+    steps = [rules.outer(None if x is None else x[t], plane[t], **setup.params) for t in range(7)]
+    expected = jax.tree.map(lambda *values: sum(values), *steps)
+    assert_same(rules.outer_sum(x, plane, **setup.params), expected)
+
+
+def test_decay_scales_every_position_of_the_trace(setup: Setup) -> None:
+    rules, params = setup.primitive.trace_rules, setup.params
+    x, plane, decay = setup.draw_x(), setup.draw_plane(), setup.draw_plane()
+    trace = rules.outer(x, plane, **params)
+    assert_same(rules.decay(decay, trace, **params), rules.outer(x, decay * plane, **params))
+
+
+def test_contract_is_the_gradient_that_the_trace_stands_for(setup: Setup) -> None:
+    rules, params = setup.primitive.trace_rules, setup.params
+    x, plane, signal = setup.draw_x(), setup.draw_plane(), setup.draw_plane()
+    rows = setup.jacobian_rows(x, signal * plane)
+    expected = {key: rows[key].sum(tuple(range(len(setup.case.batch)))) for key in rows}
+    found = rules.contract(signal, rules.outer(x, plane, **params), **params)
+    assert_same(found, expected)
+    assert {key: value.shape for key, value in found.items()} == setup.case.weights
+
+
+def test_two_windows_of_the_recurrence_in_closed_form(setup: Setup) -> None:
+    """``e_K = P_0 e_0 + sum_t x_t (x) u_t`` for one state plane, against the step recurrence."""
+    rules, params, steps = setup.primitive.trace_rules, setup.params, 4
+    x, f, decay = setup.draw_x(steps), setup.draw_plane(steps), setup.draw_plane(steps)
+    entry = rules.outer(setup.draw_x(), setup.draw_plane(), **params)
+
+    expected = entry
+    for t in range(steps):
+        new = rules.outer(None if x is None else x[t], f[t], **params)
+        decayed = rules.decay(decay[t], expected, **params)
+        expected = jax.tree.map(jnp.add, decayed, new)
+
+    suffix = jnp.cumprod(decay[::-1], axis=0)[::-1]
+    u = f * jnp.concatenate([suffix[1:], jnp.ones_like(f[:1])])
+    found = jax.tree.map(
+        jnp.add, rules.decay(suffix[0], entry, **params), rules.outer_sum(x, u, **params)
+    )
+    assert_same(found, expected)
+
+
+def test_outer_of_abstract_arrays_gives_the_shape_of_a_zero_trace(setup: Setup) -> None:
+    rules, params = setup.primitive.trace_rules, setup.params
+    x, plane = setup.draw_x(), setup.draw_plane()
+    zero = jax.eval_shape(lambda x, plane: rules.outer(x, plane, **params), x, plane)
+    assert jax.tree.map(jnp.shape, rules.outer(x, plane, **params)) == jax.tree.map(
+        lambda leaf: leaf.shape, zero
+    )
+
+
+def test_weight_vjp_keeps_the_dtype_of_the_weights() -> None:
+    x, cotangent = jnp.ones((5, 3), jnp.bfloat16), jnp.ones((5, 2), jnp.float32)
+    weights = {'weight': jnp.ones((3, 2), jnp.float32), 'bias': jnp.ones(2, jnp.bfloat16)}
+    (eqn,) = jax.make_jaxpr(matmul)(x, *weights.values()).jaxpr.eqns
+    found = eqn.primitive.weight_vjp(x, cotangent, weights, **eqn.params)
+    assert {key: value.dtype for key, value in found.items()} == {
+        'weight': jnp.float32,
+        'bias': jnp.bfloat16,
+    }
+
+
+@pytest.mark.parametrize('batched', [False, True])
+def test_an_op_without_rules_gets_its_weight_vjp_from_its_forward(batched: bool) -> None:
+    def forward(x: jax.Array, weight: jax.Array, *, power: int) -> jax.Array:
+        return jnp.dot(x, weight**power)
+
+    primitive = register_primitive(f'test_derived_vjp_{batched}', forward, batched=batched)
+    rng = np.random.default_rng(0)
+    x, cotangent = jnp.asarray(rng.normal(size=(7, 5, 3))), jnp.asarray(rng.normal(size=(7, 5, 2)))
+    weights = {'weight': jnp.asarray(rng.normal(size=(3, 2)))}
+    expected = {'weight': 2 * weights['weight'] * jnp.einsum('tbi,tbo->io', x, cotangent)}
+    for leading_axes in (1, 2):
+        found = primitive.weight_vjp(x, cotangent, weights, leading_axes=leading_axes, power=2)
+        assert_same(found, expected)
+    assert primitive.trace_rules is None
+
+
+def test_a_given_weight_vjp_is_used_with_time_in_front_only_if_it_can_sum_over_it() -> None:
+    def forward(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return x[::-1] * weight
+
+    def weight_vjp(x: jax.Array, cotangent: jax.Array, weights: Weights) -> Weights:
+        return {'weight': x[::-1] * cotangent}
+
+    primitive = register_primitive('test_one_place_vjp', forward, weight_vjp=weight_vjp)
+    x, weights = jnp.arange(6.0).reshape(2, 3), {'weight': jnp.ones(3)}
+    np.testing.assert_array_equal(
+        primitive.weight_vjp(x, jnp.ones((2, 3)), weights, leading_axes=1)['weight'], [7, 5, 3]
+    )
+    np.testing.assert_array_equal(
+        primitive.weight_vjp(x[0], jnp.ones(3), weights)['weight'], [2, 1, 0]
+    )
+
+
+def test_an_op_of_weights_alone_sums_extra_axes_of_the_cotangent() -> None:
+    primitive = register_primitive(
+        'test_no_x',
+        lambda weight: weight**2,
+        x_invar_index=None,
+        trainable_invars_fn=lambda params: {'weight': 0},
+    )
+    found = primitive.weight_vjp(
+        None, jnp.ones((7, 5, 3)), {'weight': jnp.arange(3.0)}, leading_axes=2
+    )
+    np.testing.assert_array_equal(found['weight'], [0.0, 70.0, 140.0])
