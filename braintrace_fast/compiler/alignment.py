@@ -34,6 +34,7 @@ __all__ = [
     'forget_indices',
     'identity_alignment',
     'passes_derivative',
+    'through',
 ]
 
 
@@ -65,9 +66,9 @@ Rule = Callable[[JaxprEqn, Sequence[Alignment | None]], list[Outcome]]
 _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp complex conj
-    convert_element_type copy copy_p cos cosh digamma div erf erf_inv erfc exp exp2 expm1 imag
-    integer_pow lgamma log log1p logistic max min mul name neg nextafter pow real
-    reduce_precision rem rsqrt select_n sin sinh sqrt square sub tan tanh
+    convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 imag
+    integer_pow lgamma log log1p logistic max min mul name neg pow real reduce_precision rem
+    rsqrt select_n sin sinh sqrt square sub tan tanh
     """.split()
 )
 _NO_DERIVATIVE = frozenset(
@@ -103,7 +104,7 @@ def align_results(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[O
     """Apply the rule of an equation's primitive to one source."""
     name = eqn.primitive.name
     if name in _ELEMENTWISE:
-        outcomes: list[Outcome] = [_join(_carried(operands), eqn.outvars[0].aval.ndim)]
+        outcomes: list[Outcome] = [_elementwise(eqn, operands)]
     elif name in _NO_DERIVATIVE:
         outcomes = [None] * len(eqn.outvars)
     elif name in _MIXING or _cuts(eqn.primitive):
@@ -136,12 +137,10 @@ def _carried(operands: Sequence[Alignment | None]) -> list[Alignment]:
     return [a for a in operands if a is not None]
 
 
-def _join(outcomes: Sequence[Outcome], ndim: int | None = None) -> Outcome:
+def _join(outcomes: Sequence[Outcome]) -> Outcome:
     """One outcome for values that meet: equal alignments stay, different ones mix."""
     joined: Outcome = None
     for outcome in outcomes:
-        if ndim is not None and isinstance(outcome, tuple) and len(outcome) < ndim:
-            outcome = (None,) * ndim  # a scalar operand: its source has a single position
         if outcome is MIXED:
             return MIXED
         if outcome is not None and outcome != joined:
@@ -173,6 +172,27 @@ def _runs(entry: Entry) -> bool:
     return entry is not None and not isinstance(entry, Only)
 
 
+def _elementwise(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> Outcome:
+    """Operands that are scalars, or have axes of size one, are repeated to the result's shape."""
+    shape = eqn.outvars[0].aval.shape
+    return _join(
+        [
+            None if source is None else _repeat(source, v.aval.shape or (1,) * len(shape), shape)
+            for source, v in zip(operands, eqn.invars, strict=True)
+        ]
+    )
+
+
+def _repeat(source: Alignment, sizes: Sequence[int], shape: Sequence[int]) -> Outcome:
+    """The outcome for an array whose axes of size one are repeated up to a shape."""
+    entries: list[Entry] = []
+    for entry, size, wanted in zip(source or (None,) * len(shape), sizes, shape, strict=True):
+        if size != wanted and _runs(entry):
+            return MIXED  # one position of the source is spread over others
+        entries.append(entry if size == wanted else None)
+    return tuple(entries)
+
+
 def forget_indices(source: Alignment) -> Alignment:
     """The alignment with its free axes wholly free."""
     return tuple(None if isinstance(entry, Only) else entry for entry in source)
@@ -186,33 +206,39 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-@_rule('optimization_barrier')
+@_rule('optimization_barrier', 'device_put', 'sharding_constraint')
 def _each_to_each(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     return list(operands)
 
 
 @_rule('broadcast_in_dim')
 def _broadcast(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    entries: list[Entry] = [None] * len(eqn.params['shape'])
-    sizes = eqn.invars[0].aval.shape
+    shape = eqn.params['shape']
+    entries: list[Entry] = [None] * len(shape)
+    sizes = list(shape)
     axes = eqn.params['broadcast_dimensions']
-    for axis, size, entry in zip(axes, sizes, operands[0] or (), strict=True):
-        entries[axis] = entry if size == eqn.params['shape'][axis] else None
-    return [tuple(entries)]
+    for axis, size, entry in zip(axes, eqn.invars[0].aval.shape, operands[0] or (), strict=True):
+        entries[axis], sizes[axis] = entry, size
+    return [_repeat(tuple(entries), sizes, shape)]
+
+
+@_rule('tile')
+def _tile(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
+    (source,) = _carried(operands)
+    return [_repeat(source, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)]
 
 
 @_rule('squeeze')
 def _squeeze(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    dropped = eqn.params['dimensions']
-    return [tuple(entry for axis, entry in enumerate(source) if axis not in dropped)]
+    return [_without(source, eqn.params['dimensions'])]
 
 
-@_rule('expand_dims')
-def _expand_dims(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    entries = iter(operands[0] or ())
-    added = eqn.params['dimensions']
-    return [tuple(None if axis in added else next(entries) for axis in range(_ndim(eqn)))]
+def _without(source: Alignment, axes: Sequence[int]) -> Outcome:
+    """The outcome where some axes are gone; with one that runs, its positions are lost."""
+    if any(_runs(source[axis]) for axis in axes):
+        return MIXED
+    return tuple(entry for axis, entry in enumerate(source) if axis not in axes)
 
 
 @_rule('transpose')
@@ -224,7 +250,10 @@ def _transpose(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outc
 @_rule('reshape')
 def _reshape(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    old = [(e, n) for e, n in zip(source, eqn.invars[0].aval.shape, strict=True) if n != 1]
+    sizes = eqn.invars[0].aval.shape
+    if _without(source, [axis for axis, n in enumerate(sizes) if n == 1]) is MIXED:
+        return [MIXED]
+    old = [(e, n) for e, n in zip(source, sizes, strict=True) if n != 1]
     new_sizes = [n for n in eqn.outvars[0].aval.shape if n != 1]
     entries = _refold(old, new_sizes)
     if entries is None:
@@ -352,6 +381,17 @@ def _split(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]
     return outcomes
 
 
+@_rule('unstack')
+def _unstack(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
+    (source,) = _carried(operands)
+    entry = source[eqn.params['axis']]
+    piece = _without(source, [eqn.params['axis']])
+    return [
+        None if isinstance(entry, Only) and i not in entry.indices else piece
+        for i in range(len(eqn.outvars))
+    ]
+
+
 @_rule('pad')
 def _pad(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     array, fill = operands
@@ -377,10 +417,7 @@ def _ones_position(alignment: Alignment | None, ndim: int) -> Outcome:
 @_rule('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
 def _reduce(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    axes = eqn.params['axes']
-    if any(_runs(source[axis]) for axis in axes):
-        return [MIXED]
-    return [tuple(entry for axis, entry in enumerate(source) if axis not in axes)]
+    return [_without(source, eqn.params['axes'])]
 
 
 @_rule('cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp')
@@ -444,7 +481,7 @@ def _gather(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome
     return [tuple(entries) if untouched else MIXED]
 
 
-@_rule('scatter', 'scatter-add', 'scatter_add', 'scatter-mul', 'scatter_mul')
+@_rule('scatter', 'scatter-add', 'scatter-sub', 'scatter-mul', 'scatter-min', 'scatter-max')
 def _scatter(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     array, _, updates = operands
     if updates is None:
@@ -465,7 +502,7 @@ def _scatter(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcom
 
 @_rule('cond')
 def _cond(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    branches = [_through(branch, operands[1:]) for branch in eqn.params['branches']]
+    branches = [through(branch, operands[1:]) for branch in eqn.params['branches']]
     return [_join(outcomes) for outcomes in zip(*branches, strict=True)]
 
 
@@ -494,7 +531,7 @@ def _fixpoint(
 ) -> tuple[list[Outcome], list[Outcome]]:
     """The carried and the collected results of a loop, repeated until nothing changes."""
     while True:
-        results = _through(body, [*consts, *carry, *slices])
+        results = through(body, [*consts, *carry, *slices])
         pairs = zip(carry, results[: len(carry)], strict=True)
         joined = [_join(pair) for pair in pairs]
         if joined == list(carry):
@@ -502,7 +539,7 @@ def _fixpoint(
         carry = joined
 
 
-def _through(closed: Any, operands: Sequence[Outcome]) -> list[Outcome]:
+def through(closed: Any, operands: Sequence[Outcome]) -> list[Outcome]:
     """Outcomes at the results of a jaxpr; a mixed operand mixes whatever it reaches."""
     jaxpr, _ = open_jaxpr(closed)
     env: dict[Var, Outcome] = dict(zip(jaxpr.invars, operands, strict=True))
@@ -524,9 +561,9 @@ def _through(closed: Any, operands: Sequence[Outcome]) -> list[Outcome]:
     return [read(v) for v in jaxpr.outvars]
 
 
-@_rule('jit', 'pjit', 'closed_call', 'remat2', 'checkpoint')
+@_rule('jit', 'closed_call', 'remat2')
 def _call(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    return _through(eqn.params['jaxpr'], operands)
+    return through(eqn.params['jaxpr'], operands)
 
 
 def _by_derivative(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
@@ -546,7 +583,7 @@ def _by_derivative(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[
 
 
 def _by_cotangent(eqn: JaxprEqn, operands: Sequence[Alignment | None], place: int) -> Outcome:
-    reached = _cotangent_alignments(eqn, place)
+    reached = _cotangent_alignments(eqn, place, [source is not None for source in operands])
     return _join(
         [
             None if source is None or how is None else (source if how is True else MIXED)
@@ -555,10 +592,10 @@ def _by_cotangent(eqn: JaxprEqn, operands: Sequence[Alignment | None], place: in
     )
 
 
-def _cotangent_alignments(eqn: JaxprEqn, place: int) -> list[bool | None]:
+def _cotangent_alignments(eqn: JaxprEqn, place: int, carries: Sequence[bool]) -> list[bool | None]:
     """Per operand: True if its cotangent is position-wise, None if it is zero, else False."""
     result = eqn.outvars[place].aval
-    inexact = [_is_inexact(v.aval) for v in eqn.invars]
+    inexact = [c and _is_inexact(v.aval) for c, v in zip(carries, eqn.invars, strict=True)]
     if not _is_inexact(result):
         return [None] * len(eqn.invars)
 
@@ -578,7 +615,7 @@ def _cotangent_alignments(eqn: JaxprEqn, place: int) -> list[bool | None]:
     except Exception:  # no reverse mode, or operands that cannot be abstract: say "mixes"
         return [False if moves else None for moves in inexact]
     identity = identity_alignment(result.shape)
-    found = iter(_through(closed, [identity, *[None] * len(eqn.invars)]))
+    found = iter(through(closed, [identity, *[None] * len(eqn.invars)]))
     reached: list[bool | None] = []
     for operand, moves in zip(eqn.invars, inexact, strict=True):
         outcome = next(found) if moves else None

@@ -121,8 +121,19 @@ def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy) -> ClosedJaxpr:
         list(flattener.constants.values()),
         jaxpr.invars,
         outvars,
-        flattener.eqns,
+        _live(flattener.eqns, outvars),
     )
+
+
+def _live(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprEqn]:
+    """The equations that an output or an effect depends on."""
+    needed = {v for v in outvars if not isinstance(v, Literal)}
+    live = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            live.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return live[::-1]
 
 
 def _read(env: dict[Var, Atom], atom: Atom) -> Atom:

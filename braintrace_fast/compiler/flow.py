@@ -134,7 +134,8 @@ class Flow:
                 for place, outcome in enumerate(outcomes[source]):
                     if outcome is None and not (before and outcomes.flows[place]):
                         continue
-                    cuts = (*before, index) if outcome is MIXED else tuple(before)
+                    cut = outcome is MIXED or source in outcomes.lost
+                    cuts = (*before, index) if cut else tuple(before)
                     alignment = outcome if isinstance(outcome, tuple) else None
                     results[place][source] = Dependence(alignment, cuts)
         for v, found in zip(eqn.outvars, results, strict=True):
@@ -154,12 +155,17 @@ class Flow:
     ) -> '_Outcomes':
         """Outcomes per source, with operands detached that would mix into an aligned result.
 
-        A result that is aligned to one source must not let another one in through the same operand
-        unaligned: such operands are taken as constants, for every source.
+        A source that arrives in place by some operands is not let in by others that move it. And a
+        result that is aligned to one source must not let another one in through the same operand
+        unaligned. Such operands are taken as constants, for every source.
         """
         detached: frozenset[int] = frozenset()
         while True:
             outcomes = _Outcomes(eqn, inputs, sources, detached)
+            moved = self._moving_operands(eqn, inputs, outcomes, detached)
+            if moved:
+                detached |= moved
+                continue
             live = [
                 place
                 for place in range(len(eqn.outvars))
@@ -181,6 +187,38 @@ class Flow:
         if detached:
             self.detached[index] = detached
         return outcomes
+
+    def _moving_operands(
+        self,
+        eqn: JaxprEqn,
+        inputs: list[dict[Var, Dependence]],
+        outcomes: '_Outcomes',
+        detached: frozenset[int],
+    ) -> frozenset[int]:
+        """Operands by which a source mixes, where it arrives in place by others alone."""
+        for source in (s for s, found in outcomes.items() if MIXED in found):
+            alignments = {
+                place: found[source].alignment
+                for place, found in enumerate(inputs)
+                if place not in detached and source in found and found[source].alignment is not None
+            }
+            alone = {
+                place: align_results(eqn, [a if i == place else None for i in range(len(inputs))])
+                for place, a in alignments.items()
+                if len(alignments) > 1
+            }
+            moved = frozenset(p for p, found in alone.items() if not self._in_place(source, found))
+            if 0 < len(moved) < len(alone):
+                return moved
+        return frozenset()
+
+    def _in_place(self, source: Var, outcomes: Sequence[Outcome]) -> bool:
+        expected = [e for e in identity_alignment(self.sources[source].shape) if e is not None]
+        return MIXED not in outcomes and all(
+            [e for e in forget_indices(found) if e is not None] == expected
+            for found in outcomes
+            if isinstance(found, tuple)
+        )
 
     def slice(self, sources: Sequence[Var], results: Sequence[Var]) -> Slice:
         """The part of the step through which the sources reach the results position by position.
@@ -236,7 +274,10 @@ class Flow:
 
 
 class _Outcomes(dict[Var, list[Outcome]]):
-    """The outcome of one equation per source, given operands that are taken as constants."""
+    """The outcome of one equation per source, given operands that are taken as constants.
+
+    ``lost`` are the sources of which a part is not let in.
+    """
 
     def __init__(
         self,
@@ -247,6 +288,7 @@ class _Outcomes(dict[Var, list[Outcome]]):
     ) -> None:
         cache: dict[tuple[Alignment | None, ...], list[Outcome]] = {}
         self.flows = passes_derivative(eqn)
+        self.lost: set[Var] = set()
         for source in sources:
             alignments = tuple(f[source].alignment if source in f else None for f in inputs)
             kept = tuple(None if i in detached else a for i, a in enumerate(alignments))
@@ -254,6 +296,6 @@ class _Outcomes(dict[Var, list[Outcome]]):
                 aligned = any(a is not None for a in kept)
                 cache[kept] = align_results(eqn, kept) if aligned else [None] * len(eqn.outvars)
             self[source] = list(cache[kept])
-            lost = any(k is None and a is not None for k, a in zip(kept, alignments, strict=True))
-            if lost:
+            if kept != alignments:
+                self.lost.add(source)
                 self[source] = [MIXED if o is None else o for o in self[source]]

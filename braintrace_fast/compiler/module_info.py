@@ -226,7 +226,8 @@ def extract_module_info(
     Parameters
     ----------
     model : brainstate.nn.Module
-        A model with initialised states whose ``update`` is one time step.
+        A model with initialised states whose ``update`` is one time step. States of a model inside
+        ``brainstate.nn.Vmap`` keep the paths that they have in the model.
     *model_args, **model_kwargs
         Example inputs of one step.
     control_flow : ControlFlowPolicy, optional
@@ -247,7 +248,8 @@ def extract_module_info(
     stateful = brainstate.transform.StatefulFunction(model, return_only_write=False)
     stateful.make_jaxpr(*model_args, **model_kwargs)
     states = tuple(stateful.get_states(*model_args, **model_kwargs))
-    retrieved = _with_external_states(model.states(), states)
+    owner = model.module if isinstance(model, brainstate.nn.Vmap) else model
+    retrieved = _with_external_states(owner.states(), states)
     id_to_path = {id(state): path for path, state in retrieved.items()}
     _check_states(states, stateful.get_write_states(*model_args, **model_kwargs), id_to_path)
 

@@ -14,6 +14,7 @@ from .._compat import (
     Var,
     jaxprs_in_params,
     open_jaxpr,
+    scan_split,
     source_line,
 )
 from .._typing import Path
@@ -301,9 +302,22 @@ class _Finder:
         """The ways to the op's trainable inputs that come from parameters."""
         positions = eqn.primitive.trainable_invars(eqn.params)
         found = {key: self.ways.find(eqn.invars[place]) for key, place in positions.items()}
-        ways = {key: way for key, way in found.items() if way is not None}
+        ways = {key: way for key, way in found.items() if way is not None and way.traced}
         for key in positions:
-            if key not in ways:
+            way = found[key]
+            if way is not None and not way.traced:
+                self.explained.update(way.paths)
+                self.emit(
+                    DiagnosticKind.WEIGHT_VARIES_IN_TIME,
+                    DiagnosticLevel.WARNING,
+                    eqn,
+                    f"the '{key}' of {eqn.primitive} is made from {list(way.paths)} and values "
+                    'that change from step to step, and not element by element, so it is not '
+                    'traced: it gets the gradient of the step, and none from the past. Apply the '
+                    'varying factor after the op, or make it element-wise.',
+                    weight_path=way.paths[way.main],
+                )
+            elif way is None:
                 self.emit(
                     DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE
                     if ways
@@ -316,7 +330,9 @@ class _Finder:
         return ways
 
     def include(self, relation: HiddenParamOpRelation, cuts: Mapping[Var, Sequence[int]]) -> None:
-        self.explained.update(path for way in relation.weight_ways.values() for path in way.paths)
+        self.explained.update(
+            way.paths[place] for way in relation.weight_ways.values() for place in way.traced
+        )
         eqn = self.flow.eqns[self.flow.producer[relation.y_var]]
         fields: dict[str, Any] = dict(
             weight_path=relation.path, hidden_paths=tuple(relation.connected_hidden_paths)
@@ -512,11 +528,25 @@ def _while_with(eqn: JaxprEqn, trained: Sequence[bool]) -> JaxprEqn | None:
         if offset not in (0, 1):
             continue
         reached = {v for v, t in zip(jaxpr.invars, trained[offset:], strict=True) if t}
-        for inner in jaxpr.eqns:
-            operands = [not isinstance(v, Literal) and v in reached for v in inner.invars]
-            if found := _while_with(inner, operands):
-                return found
-            if any(operands):
-                flows = zip(inner.outvars, passes_derivative(inner), strict=True)
-                reached.update(v for v, passes in flows if passes)
+        size = -1
+        while len(reached) > size:  # what a scan carries comes round again
+            size = len(reached)
+            for inner in jaxpr.eqns:
+                operands = [not isinstance(v, Literal) and v in reached for v in inner.invars]
+                if found := _while_with(inner, operands):
+                    return found
+                if any(operands):
+                    flows = zip(inner.outvars, passes_derivative(inner), strict=True)
+                    reached.update(v for v, passes in flows if passes)
+            reached.update(old for old, new in _carried(eqn, jaxpr) if new in reached)
     return None
+
+
+def _carried(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Var, Var]]:
+    """What a scan carries, before and after one round; nothing for other equations."""
+    if eqn.primitive.name != 'scan':
+        return []
+    num_consts, num_carry = scan_split(eqn)
+    olds, news = body.invars[num_consts : num_consts + num_carry], body.outvars[:num_carry]
+    pairs = zip(olds, news, strict=True)
+    return [(old, new) for old, new in pairs if not isinstance(new, Literal)]

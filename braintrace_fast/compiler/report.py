@@ -60,8 +60,8 @@ class CompilationReport:
         groups: dict[Path, dict[int, None]] = {}
         for relation in self._graph.hidden_param_op_relations:
             for way in relation.weight_ways.values():
-                for path in way.paths:
-                    reached = groups.setdefault(path, {})
+                for place in way.traced:
+                    reached = groups.setdefault(way.paths[place], {})
                     reached.update(dict.fromkeys(g.index for g in relation.hidden_groups))
         return [(path, sorted(groups[path])) for path in self._weights() if path in groups]
 
@@ -127,6 +127,10 @@ class CompilationReport:
             for title, lines in sections
             if lines
         )
+
+    def __call__(self, level: int = 1) -> str:
+        """The same as :meth:`to_str`."""
+        return self.to_str(level)
 
     def show(self, level: int = 1, *, file: IO[str] | None = None) -> None:
         """Print the report."""

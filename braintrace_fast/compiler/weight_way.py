@@ -8,7 +8,7 @@ import jax
 
 from .._compat import Atom, Jaxpr, Literal, Primitive, Var, build_jaxpr, open_jaxpr
 from .._typing import Path
-from .alignment import passes_derivative
+from .alignment import identity_alignment, passes_derivative, through
 from .module_info import ModuleInfo
 
 __all__ = ['WeightWay', 'WeightWays']
@@ -28,6 +28,9 @@ class WeightWay:
         Which leaf of its ``ParamState`` each one is.
     varying_vars : tuple of Var
         Values of the step that it reads besides parameters and constants; empty if it is static.
+    traced : tuple of int
+        Which of the parameters can be traced: all, if it is static; if it varies, the main one,
+        provided that the weight follows it element by element.
     chain : tuple of Primitive
         The primitives on the way.
     main : int
@@ -38,6 +41,7 @@ class WeightWay:
     paths: tuple[Path, ...]
     leaf_indices: tuple[int, ...]
     varying_vars: tuple[Var, ...]
+    traced: tuple[int, ...]
     chain: tuple[Primitive, ...]
     main: int
     _jaxpr: Jaxpr
@@ -113,6 +117,11 @@ class WeightWays:
         varying = tuple(v for v in read if self._is_read(v))
         constants = [v for v in read if v in self._constants]
         paths = tuple(self._minfo.invar_to_weight_path[v] for v in params)
+        jaxpr = build_jaxpr(constants, [*params, *varying], [atom], eqns)
+        main = next((i for i, v in enumerate(params) if v.aval.size == atom.aval.size), 0)
+        traced = tuple(range(len(params)))
+        if varying:
+            traced = (main,) if _is_element_wise(jaxpr, params[main]) else ()
         return WeightWay(
             param_vars=params,
             paths=paths,
@@ -121,13 +130,22 @@ class WeightWays:
                 for path, v in zip(paths, params, strict=True)
             ),
             varying_vars=varying,
+            traced=traced,
             chain=tuple(
                 eqn.primitive for eqn in eqns if any(v in self._trained for v in eqn.outvars)
             ),
-            main=next((i for i, v in enumerate(params) if v.aval.size == atom.aval.size), 0),
-            _jaxpr=build_jaxpr(constants, [*params, *varying], [atom], eqns),
+            main=main,
+            _jaxpr=jaxpr,
             _consts=tuple(self._constants[v] for v in constants),
         )
 
     def _is_read(self, v: Var) -> bool:
         return v in self._varying and v not in self._trained
+
+
+def _is_element_wise(jaxpr: Jaxpr, variable: Var) -> bool:
+    """Whether the result of a jaxpr follows one of its inputs element by element."""
+    identity = identity_alignment(variable.aval.shape)
+    operands = [identity if v is variable else None for v in jaxpr.invars]
+    same_shape = variable.aval.shape == jaxpr.outvars[0].aval.shape
+    return same_shape and through(jaxpr, operands) == [identity]

@@ -1,5 +1,7 @@
 """The compiler finds in every model of the table what a reader would write down by hand."""
 
+import functools
+
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -31,14 +33,24 @@ every_batch = pytest.mark.parametrize('batch', [None, 2], ids=['unbatched', 'bat
 
 
 def compile_case(case: ModelCase, batch: int | None):
-    model, inputs = case.build(batch)
+    return _compile_case(case.name, batch, brainstate.environ.get_precision())
+
+
+@functools.cache  # tests leave the model's states as they are, so they may share them
+def _compile_case(name: str, batch: int | None, precision: int):
+    model, inputs = MODELS[name].build(batch)
     xs = inputs(0, STEPS)
     return model, xs, btf.compile_etrace_graph(model, jax.tree.map(lambda x: x[0], xs))
 
 
+@functools.cache
+def compiled_step(model):
+    return jax.jit(step_function(model))
+
+
 def trajectory_of(model, xs):
     """Pairs of the model's values and the input, step by step."""
-    _, trajectory = run(jax.jit(step_function(model)), state_values(model), xs)
+    _, trajectory = run(compiled_step(model), state_values(model), xs)
     steps = [jax.tree.map(lambda x, t=t: x[t], xs) for t in range(STEPS)]
     return list(zip(trajectory[:-1], steps, strict=True))
 

@@ -1,0 +1,294 @@
+"""What every learning rule shares: a compiled model, a trace, and a step with a backward pass."""
+
+from typing import Any, Protocol
+
+import brainstate
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._typing import Path
+from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph
+from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
+from ..runtime.factors import Values
+from ..runtime.gradient import GradientSum
+from ..runtime.input_data import has_multi_step_data, single_step, split_window
+from .sequence import SequenceDriverMixin
+
+__all__ = ['ETraceAlgorithm', 'ETraceVjpAlgorithm', 'EligibilityTrace', 'Engine']
+
+
+class EligibilityTrace(brainstate.ShortTermState):
+    """The state that holds a learner's traces."""
+
+
+class Engine(Protocol):
+    """How a learning rule carries its trace, and what gradient it reads off."""
+
+    def init(self, factors: Any) -> Any:
+        """A zero trace."""
+
+    def advance(self, trace: Any, factors: Any, params: Values, step: jax.Array) -> Any:
+        """The trace after a step."""
+
+    def gradients(
+        self,
+        total: GradientSum,
+        trace: Any,
+        factors: Any,
+        signals: Any,
+        params: Values,
+        step: jax.Array,
+    ) -> None:
+        """Add the gradient of a step, given the trace before it."""
+
+    def entry_gradients(self, total: GradientSum, trace: Any, entry: Any, step: jax.Array) -> None:
+        """Add the gradient of a window by the states that it started from."""
+
+
+class ETraceAlgorithm(SequenceDriverMixin, brainstate.nn.Module):
+    """A model with an online learning rule.
+
+    Parameters
+    ----------
+    model : brainstate.nn.Module
+        A model whose ``update`` is one time step.
+    graph_executor : ETraceGraphExecutor
+        Its executor.
+    name : str, optional
+        The name of the learner.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        graph_executor: ETraceGraphExecutor,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)  # type: ignore[call-arg]
+        self.model = model
+        self.graph_executor = graph_executor
+        self.is_compiled = False
+        self.running_index = brainstate.LongTermState(jnp.zeros((), jnp.int32))
+
+    @property
+    def executor(self) -> ETraceGraphExecutor:
+        """The executor."""
+        return self.graph_executor
+
+    @property
+    def graph(self) -> ETraceGraph:
+        """The compiled graph."""
+        return self.graph_executor.graph
+
+    @property
+    def report(self) -> CompilationReport:
+        """What was compiled, and why."""
+        return CompilationReport(self.graph)
+
+    @property
+    def param_states(self) -> dict[Path, brainstate.ParamState]:
+        """The trainable weights that the step uses, by path."""
+        return self._states_of(brainstate.ParamState)
+
+    @property
+    def hidden_states(self) -> dict[Path, brainstate.HiddenState]:
+        """The hidden states, by path."""
+        return self._states_of(brainstate.HiddenState)
+
+    @property
+    def other_states(self) -> dict[Path, brainstate.State]:
+        """All other states that the step uses, by path."""
+        kinds = (brainstate.ParamState, brainstate.HiddenState)
+        states = self.graph_executor.states
+        return {path: s for path, s in states.items() if not isinstance(s, kinds)}
+
+    @property
+    def backend(self) -> str:
+        """The implementation asked for."""
+        return self.graph_executor.backend
+
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
+        """Print the compilation report, or return it as text."""
+        return self.graph_executor.show_graph(verbose, return_msg)
+
+    def _states_of(self, kind: type) -> dict[Path, Any]:
+        states = self.graph_executor.states
+        return {path: s for path, s in states.items() if isinstance(s, kind)}
+
+
+class ETraceVjpAlgorithm(ETraceAlgorithm):
+    """A learning rule whose learning signal comes from reverse mode.
+
+    Called with the inputs of a step, the learner runs the model, advances the trace and returns the
+    model's result. Under ``brainstate.transform.grad``, the gradient of the weights is the online
+    gradient; nothing flows back to the states of the step before, because the trace carries the
+    past.
+
+    Parameters
+    ----------
+    model : brainstate.nn.Module
+        A model whose ``update`` is one time step.
+    name : str, optional
+        The name of the learner.
+    vjp_method : {'single-step', 'multi-step'}
+        Whether the learning signal reaches back one step, or through a window of inputs given as
+        :class:`MultiStepData`.
+    control_flow : ControlFlowPolicy, optional
+        What to do with control flow inside the step.
+    backend : {'auto', 'jax', 'pallas', 'interpret'}
+        The implementation asked for.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        name: str | None = None,
+        vjp_method: str = 'single-step',
+        control_flow: ControlFlowPolicy | None = None,
+        backend: str = 'auto',
+    ) -> None:
+        executor = ETraceVjpGraphExecutor(model, vjp_method, control_flow, backend)
+        super().__init__(model, executor, name)
+        self.vjp_method = vjp_method
+        self.calls = 0
+
+    def make_engine(self, graph: ETraceGraph) -> Engine:
+        """The engine of this learning rule."""
+        raise NotImplementedError('A learning rule must say which engine carries its trace.')
+
+    def compile_graph(self, *args: Any) -> None:
+        """Compile the model for inputs like these, and make a zero trace.
+
+        Parameters
+        ----------
+        *args
+            Inputs of one step, or windows.
+        """
+        self.graph_executor.compile_graph(*args)
+        self.engine = self.make_engine(self.graph)
+        self.init_etrace_state(*args)
+        self.is_compiled = True
+
+    def init_etrace_state(self, *args: Any) -> None:
+        """Make a zero trace for inputs like these."""
+        runner = self.graph_executor.runner
+        values = self.graph_executor.values()
+        *_, factors = jax.eval_shape(lambda: runner.run(single_step(args), *values))
+        self.trace = EligibilityTrace(self.engine.init(factors))
+
+    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        """Set the trace and the step counter to zero."""
+        self._check_compiled()
+        self.running_index.value = jnp.zeros((), jnp.int32)
+        self.trace.value = jax.tree.map(jnp.zeros_like, self.trace.value)
+
+    def update(self, *args: Any) -> Any:
+        """Run one step, or a window, of the model and of the trace.
+
+        Parameters
+        ----------
+        *args
+            The inputs of the step, or windows in :class:`MultiStepData`.
+
+        Returns
+        -------
+        PyTree
+            The model's results; for a window with a leading time axis.
+        """
+        self._check_compiled()
+        self.calls += 1
+        executor = self.graph_executor
+        params, hidden, others = executor.values()
+        run, num_steps = self._single_step, 1
+        if has_multi_step_data(args):
+            run, num_steps = self._window, _window_length(args)
+        else:
+            args = single_step(args)
+        out, hidden, others, trace = run(
+            args, params, hidden, others, self.trace.value, self.running_index.value
+        )
+        states = executor.states
+        for path, value in (*hidden.items(), *others.items()):
+            states[path].value = value
+        self.trace.value = trace
+        self.running_index.value = self.running_index.value + num_steps
+        return out
+
+    def _check_compiled(self) -> None:
+        if not self.is_compiled:
+            raise ValueError(
+                'The learner is not compiled yet. Make it with braintrace_fast.compile(model, '
+                'algorithm, *inputs), or call compile_graph(*inputs) first.'
+            )
+
+    def _single_step(self, *inputs: Any) -> Any:
+        runner, engine, graph = self.graph_executor.runner, self.engine, self.graph
+
+        @jax.custom_vjp
+        def step(
+            args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
+        ) -> Any:
+            out, hidden, others, factors = runner.run(args, params, hidden, others)
+            return out, hidden, others, engine.advance(trace, factors, params, t)
+
+        def forward(
+            args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
+        ) -> Any:
+            results, vjp, factors = runner.run_with_vjp(args, params, hidden, others)
+            new_trace = engine.advance(trace, factors, params, t)
+            return (*results, new_trace), (vjp, factors, params, trace, t)
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            vjp, factors, params, trace, t = residuals
+            ct_args, ct_params, signals = runner.signals(vjp, factors, cotangents[:3])
+            total = GradientSum(graph, params, ct_params)
+            engine.gradients(total, trace, factors, signals, params, t)
+            return ct_args, total.result(), None, None, None, None
+
+        step.defvjp(forward, backward)
+        return step(*inputs)
+
+    def _window(self, *inputs: Any) -> Any:
+        runner, engine, graph = self.graph_executor.runner, self.engine, self.graph
+
+        def run(
+            args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
+        ) -> Any:
+            sequences, at_step = split_window(args)
+
+            def body(carry: Any, slices: Any) -> Any:
+                hidden, others, trace, t = carry
+                out, hidden, others, factors = runner.run(at_step(slices), params, hidden, others)
+                trace = engine.advance(trace, factors, lax.stop_gradient(params), t)
+                return (hidden, others, trace, t + 1), out
+
+            (hidden, others, trace, _), out = lax.scan(body, (hidden, others, trace, t), sequences)
+            return out, hidden, others, trace
+
+        window = jax.custom_vjp(run)
+
+        def forward(
+            args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
+        ) -> Any:
+            def main(args: Any, params: Values, hidden: Values) -> Any:
+                *results, new_trace = run(args, params, hidden, others, trace, t)
+                return tuple(results), new_trace
+
+            results, vjp, new_trace = jax.vjp(main, args, params, hidden, has_aux=True)
+            return (*results, new_trace), (vjp, params, trace, t)
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            vjp, params, trace, t = residuals
+            ct_args, ct_params, ct_hidden = vjp(cotangents[:3])
+            total = GradientSum(graph, params, ct_params)
+            engine.entry_gradients(total, trace, runner.entry_planes(ct_hidden), t - 1)
+            return ct_args, total.result(), None, None, None, None
+
+        window.defvjp(forward, backward)
+        return window(*inputs)
+
+
+def _window_length(args: tuple[Any, ...]) -> int:
+    sequences, _ = split_window(args)
+    return int(jnp.shape(jax.tree.leaves(sequences)[0])[0])

@@ -1,0 +1,143 @@
+"""The learning rules by name: each is a choice of engine."""
+
+from typing import Any
+
+import brainstate
+
+from ..compiler import ControlFlowPolicy, ETraceGraph
+from ..runtime.factorized import FactorizedEngine
+from ..runtime.materialized import MaterializedEngine
+from .base import ETraceVjpAlgorithm
+
+__all__ = ['D_RTRL', 'ES_D_RTRL', 'IODimVjpAlgorithm', 'ParamDimVjpAlgorithm', 'pp_prop']
+
+
+class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
+    r"""D-RTRL: a trace of the size of the weights, per example and state.
+
+    .. math::
+
+        e_t = D_t e_{t-1} + f_t \otimes x_t, \qquad
+        g_t = c_t \otimes x_t + (L_t D_t + R_t) e_{t-1}
+
+    Parameters
+    ----------
+    model : brainstate.nn.Module
+        A model whose ``update`` is one time step.
+    name : str, optional
+        The name of the learner.
+    vjp_method : {'single-step', 'multi-step'}
+        How far the learning signal reaches back.
+    trace_dtype : dtype, optional
+        The type in which traces are stored; that of the states by default.
+    control_flow : ControlFlowPolicy, optional
+        What to do with control flow inside the step.
+    backend : {'auto', 'jax', 'pallas', 'interpret'}
+        The implementation asked for.
+
+    Examples
+    --------
+    >>> import brainstate, jax.numpy as jnp
+    >>> import braintrace_fast as braintrace
+    >>> cell = braintrace.nn.ValinaRNNCell(2, 4, activation='tanh')
+    >>> learner = braintrace.compile(cell, braintrace.D_RTRL, jnp.ones(2))
+    >>> learner(jnp.ones(2)).shape
+    (4,)
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        name: str | None = None,
+        vjp_method: str = 'single-step',
+        trace_dtype: Any = None,
+        control_flow: ControlFlowPolicy | None = None,
+        backend: str = 'auto',
+    ) -> None:
+        super().__init__(model, name, vjp_method, control_flow, backend)
+        self.trace_dtype = trace_dtype
+
+    def make_engine(self, graph: ETraceGraph) -> MaterializedEngine:
+        """The engine that carries the whole trace."""
+        windows = self.vjp_method == 'multi-step'
+        return MaterializedEngine(graph, self.trace_dtype, windows)
+
+
+class IODimVjpAlgorithm(ETraceVjpAlgorithm):
+    r"""pp-prop: a trace of the size of inputs and outputs.
+
+    .. math::
+
+        \hat x_t = a_x \hat x_{t-1} + x_t, \qquad
+        \hat f_t = a_f D_t \hat f_{t-1} + (1 - a_f) f_t
+
+    Parameters
+    ----------
+    model : brainstate.nn.Module
+        A model whose ``update`` is one time step.
+    decay_or_rank : float, int, or pair of them
+        The decays ``a``; an integer rank ``r`` means ``a = (r - 1) / (r + 1)``. A pair gives
+        ``(a_x, a_f)``.
+    name : str, optional
+        The name of the learner.
+    vjp_method : {'single-step', 'multi-step'}
+        How far the learning signal reaches back.
+    control_flow : ControlFlowPolicy, optional
+        What to do with control flow inside the step.
+    backend : {'auto', 'jax', 'pallas', 'interpret'}
+        The implementation asked for.
+
+    Examples
+    --------
+    >>> import brainstate, jax.numpy as jnp
+    >>> import braintrace_fast as braintrace
+    >>> cell = braintrace.nn.GRUCell(2, 4)
+    >>> learner = braintrace.compile(cell, 'pp_prop', jnp.ones(2), decay_or_rank=0.9)
+    >>> learner.decay
+    (0.9, 0.9)
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        decay_or_rank: float | int | tuple[float | int, float | int],
+        name: str | None = None,
+        vjp_method: str = 'single-step',
+        control_flow: ControlFlowPolicy | None = None,
+        backend: str = 'auto',
+    ) -> None:
+        super().__init__(model, name, vjp_method, control_flow, backend)
+        pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank,) * 2
+        if len(pair) != 2:
+            raise ValueError(
+                f'decay_or_rank is {decay_or_rank!r}; give one number, or a pair (a_x, a_f).'
+            )
+        self.decay = (_decay(pair[0]), _decay(pair[1]))
+
+    def make_engine(self, graph: ETraceGraph) -> FactorizedEngine:
+        """The engine that carries the two sides of the trace."""
+        return FactorizedEngine(graph, self.decay)
+
+
+def _decay(value: float | int) -> float:
+    """A decay, or the decay of a rank."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f'A decay must be a float in [0, 1), or an integer rank, not {value!r}.')
+    if isinstance(value, int):
+        if value < 1:
+            raise ValueError(f'A rank must be at least 1, not {value}.')
+        return (value - 1) / (value + 1)
+    if not 0 <= value < 1:
+        raise ValueError(f'A decay must be in [0, 1), not {value}; a rank must be an integer.')
+    return value
+
+
+class D_RTRL(ParamDimVjpAlgorithm):
+    """The usual name of :class:`ParamDimVjpAlgorithm`."""
+
+
+class pp_prop(IODimVjpAlgorithm):
+    """The usual name of :class:`IODimVjpAlgorithm`."""
+
+
+ES_D_RTRL = pp_prop

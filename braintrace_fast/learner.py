@@ -1,0 +1,111 @@
+"""From a model to a learner in one call."""
+
+import contextlib
+from typing import Any
+
+import brainstate
+
+from .algorithm import D_RTRL, ETraceVjpAlgorithm, pp_prop
+
+__all__ = ['compile']
+
+ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
+    'd_rtrl': D_RTRL,
+    'pp_prop': pp_prop,
+    'es_d_rtrl': pp_prop,
+    'esd_rtrl': pp_prop,
+}
+
+
+def compile(
+    model: brainstate.nn.Module,
+    algorithm: str | type[ETraceVjpAlgorithm],
+    *example_inputs: Any,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    verbose: int = 0,
+    vmap: bool = False,
+    **options: Any,
+) -> ETraceVjpAlgorithm:
+    """Make an online learner out of a model.
+
+    The model's states are initialised anew.
+
+    Parameters
+    ----------
+    model : brainstate.nn.Module
+        A model whose ``update`` is one time step.
+    algorithm : str or type
+        The learning rule: ``'d_rtrl'``, ``'pp_prop'`` (also ``'es_d_rtrl'``), or a class.
+    *example_inputs
+        Inputs of one step, or windows, as the learner will be called with.
+    batch_size : int, optional
+        The batch size of the states; it must match the inputs.
+    seed : int, optional
+        A seed for the initialisation of the states.
+    verbose : {0, 1, 2}
+        Whether to print the compilation report, and with warnings.
+    vmap : bool
+        Whether the model is written for one example and is to be mapped over the leading axis of
+        the inputs, of size ``batch_size``. The traces and gradients run on the mapped model, so
+        that no example gets weight gradients of its own.
+    **options
+        Arguments of the learning rule.
+
+    Returns
+    -------
+    ETraceVjpAlgorithm
+        The learner, ready to be called.
+
+    Examples
+    --------
+    >>> import brainstate, jax.numpy as jnp
+    >>> import braintrace_fast as braintrace
+    >>> learner = braintrace.compile(braintrace.nn.GRUCell(3, 4), 'd_rtrl', jnp.ones(3))
+    >>> def step_loss(x, target):
+    ...     return jnp.mean((learner(x) - target) ** 2)
+    >>> xs, targets = jnp.ones((10, 3)), jnp.zeros((10, 4))
+    >>> grads, losses = learner.etrace_grad(xs, targets, step_fn=step_loss, return_value=True)
+    >>> losses.shape, sorted(grads)[0]
+    ((10,), ('Wh', 'weight'))
+    """
+    if isinstance(algorithm, str):
+        if algorithm.lower() not in ALGORITHMS:
+            raise ValueError(
+                f'The algorithm {algorithm!r} is not known; choose one of {sorted(ALGORITHMS)}, or '
+                'pass a class.'
+            )
+        algorithm = ALGORITHMS[algorithm.lower()]
+    if not (isinstance(algorithm, type) and issubclass(algorithm, ETraceVjpAlgorithm)):
+        raise TypeError(
+            f'The algorithm is {algorithm!r}; expected a name or a subclass of ETraceVjpAlgorithm.'
+        )
+    if not example_inputs:
+        raise ValueError('Give at least one example input: compile(model, algorithm, x, ...).')
+    if verbose not in (0, 1, 2):
+        raise ValueError(f'verbose is {verbose!r}; it must be 0, 1 or 2.')
+    if vmap and batch_size is None:
+        raise ValueError('vmap=True needs batch_size=..., the size of the mapped axis.')
+    with contextlib.ExitStack() as stack:
+        if seed is not None:
+            stack.enter_context(brainstate.random.seed_context(seed))
+        if vmap:
+            model = _mapped(model, batch_size)
+        else:
+            brainstate.nn.init_all_states(model, batch_size=batch_size)
+    learner = algorithm(model, **options)
+    learner.compile_graph(*example_inputs)
+    if verbose:
+        learner.report.show(verbose)
+    return learner
+
+
+def _mapped(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.nn.Module:
+    """The model mapped over a batch, with states for each example."""
+
+    @brainstate.transform.vmap_new_states(state_tag='new', axis_size=batch_size)
+    def init_states() -> None:
+        brainstate.nn.init_all_states(model)
+
+    init_states()
+    return brainstate.nn.Vmap(model, vmap_states='new')

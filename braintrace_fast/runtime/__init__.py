@@ -1,0 +1,22 @@
+"""From a compiled graph to factors, traces and gradients."""
+
+from .executor import ETraceGraphExecutor, ETraceVjpGraphExecutor, VjpResiduals
+from .factorized import FactorizedEngine
+from .factors import Factors, Signals, StepRunner
+from .gradient import GradientSum
+from .input_data import MultiStepData, SingleStepData
+from .materialized import MaterializedEngine
+
+__all__ = [
+    'ETraceGraphExecutor',
+    'ETraceVjpGraphExecutor',
+    'FactorizedEngine',
+    'Factors',
+    'GradientSum',
+    'MaterializedEngine',
+    'MultiStepData',
+    'Signals',
+    'SingleStepData',
+    'StepRunner',
+    'VjpResiduals',
+]

@@ -1,0 +1,144 @@
+"""The trace as a product of an input side and an output side, each smoothed over time.
+
+    xhat_t    = a_x xhat_{t-1} + x_t
+    fhat_t[s] = a_f D_t[s,q] fhat_{t-1}[q] + (1 - a_f) f_t[s]
+    g_t       = xhat_t (x) fhat_t[s] L_t[s] / b_t  +  x_t (x) (c_t - f_t[s] L_t[s])
+
+with the bias correction ``b_t = 1 - a_f^(n+1)`` after ``n`` steps. The second product holds the
+paths of the step that pass no hidden state.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..compiler import ETraceGraph
+from ..compiler.transition import Plane
+from .factors import Factors, Signals, Values, add, group_plane, sum_leading, times
+from .gradient import GradientSum
+
+__all__ = ['FactorizedEngine']
+
+Trace = tuple[tuple[jax.Array | None, ...], tuple[tuple[tuple[jax.Array, ...], ...], ...]]
+"""``xhat`` per relation, and ``fhat`` per relation, group and plane."""
+
+
+class FactorizedEngine:
+    """Carries ``xhat`` and ``fhat``.
+
+    Parameters
+    ----------
+    graph : ETraceGraph
+        The compiled model.
+    decay : tuple of float
+        ``a_x`` and ``a_f``.
+    """
+
+    def __init__(self, graph: ETraceGraph, decay: tuple[float, float]) -> None:
+        self.graph = graph
+        self.decay_x, self.decay_f = decay
+        self.relations = list(graph.hidden_param_op_relations)
+
+    def init(self, factors: Factors) -> Trace:
+        """A zero trace, from factors or their shapes."""
+        xs = tuple(None if x is None else jnp.zeros(x.shape, _inexact(x)) for x in factors.x)
+        fs = tuple(
+            tuple(
+                (zeros_like(group_plane(group)),) * group.num_state
+                for group in relation.hidden_groups
+            )
+            for relation in self.relations
+        )
+        return xs, fs
+
+    def advance(self, trace: Trace, factors: Factors, params: Values, step: jax.Array) -> Trace:
+        """The trace after a step."""
+        xs, fs = trace
+        new_xs = tuple(
+            None if old is None or x is None else self.decay_x * old + x
+            for old, x in zip(xs, factors.x, strict=True)
+        )
+        return new_xs, tuple(
+            tuple(
+                self._advance_planes(planes, factors.D[group.index], f)
+                for group, planes, f in zip(
+                    relation.hidden_groups, fs[r], factors.f[r], strict=True
+                )
+            )
+            for r, relation in enumerate(self.relations)
+        )
+
+    def _advance_planes(
+        self, old: Sequence[jax.Array], D: Sequence[Sequence[Plane]], f: Sequence[Plane]
+    ) -> tuple[jax.Array, ...]:
+        new = []
+        for s, row in enumerate(D):
+            past, now = add(map(times, row, old)), f[s]
+            total = add(
+                [
+                    None if past is None else self.decay_f * past,
+                    None if now is None else (1 - self.decay_f) * now,
+                ]
+            )
+            new.append(jnp.zeros_like(old[s]) if total is None else total)
+        return tuple(new)
+
+    def gradients(
+        self,
+        total: GradientSum,
+        trace: Trace,
+        factors: Factors,
+        signals: Signals,
+        params: Values,
+        step: jax.Array,
+    ) -> None:
+        """Add the gradient of a step, given the trace before it."""
+        xs, fs = self.advance(trace, factors, params, step)
+        for r, relation in enumerate(self.relations):
+            c = signals.c[r]
+            smoothed: list[Plane] = []
+            present: list[Plane] = []
+            for group, fhat, f in zip(relation.hidden_groups, fs[r], factors.f[r], strict=True):
+                L = signals.L[group.index]
+                smoothed += map(times, fhat, L)
+                present += map(times, f, L)
+            signal, now = add(smoothed), add(present)
+            if signal is not None:
+                total.add_product(r, xs[r], sum_leading(signal / self.bias(step), c.ndim))
+            total.add_step(r, factors, c if now is None else c - sum_leading(now, c.ndim))
+        self.entry_gradients(total, trace, signals.R, step - 1)
+
+    def entry_gradients(
+        self,
+        total: GradientSum,
+        trace: Trace,
+        entry: Sequence[Sequence[jax.Array | None]],
+        step: jax.Array,
+    ) -> None:
+        """Add ``entry[g][q] . e[q]``, for cotangents of the states after step ``step``."""
+        xs, fs = trace
+        for r, relation in enumerate(self.relations):
+            signal = add(
+                plane
+                for group, planes in zip(relation.hidden_groups, fs[r], strict=True)
+                for plane in map(times, entry[group.index], planes)
+            )
+            if signal is not None:
+                signal = sum_leading(signal / self.bias(step), relation.y_var.aval.ndim)
+                total.add_product(r, xs[r], signal)
+
+    def bias(self, step: jax.Array) -> jax.Array:
+        """The correction for the steps that the smoothing has not yet seen."""
+        correction = jnp.maximum(1 - self.decay_f ** (step + 1.0), 1e-8)
+        return jnp.where(step < 1000, correction, 1.0)
+
+
+def zeros_like(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of zeros of a shape and type."""
+    return jnp.zeros(struct.shape, struct.dtype)
+
+
+def _inexact(x: Any) -> Any:
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)

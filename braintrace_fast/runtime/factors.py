@@ -1,0 +1,206 @@
+"""Runs compiled steps and yields their factors, in state-major planes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import saiunit as u
+from jax import lax
+
+from .._compat import Literal, Var
+from .._typing import Path, PyTree
+from ..compiler import ETraceGraph, ExitPerturbation, HiddenGroup
+from ..compiler.transition import Plane
+
+__all__ = ['Factors', 'Signals', 'StepRunner', 'Values']
+
+Values = dict[Path, Any]
+"""Values of states, by path."""
+
+
+class Factors(NamedTuple):
+    """What one step says of the past: ``x``, ``f``, ``D`` and what the weights' ways read.
+
+    Attributes
+    ----------
+    x : tuple
+        Per relation, the op's input; None for an op of weights alone.
+    f : tuple
+        Per relation and group that it reaches, ``d h_s / d y`` per plane ``s``.
+    D : tuple
+        Per group, ``d h_s(t) / d h_q(t-1)``, ``[s][q]``.
+    varying : tuple
+        Per relation and trainable input, the values that its way reads besides parameters.
+    """
+
+    x: tuple[jax.Array | None, ...]
+    f: tuple[tuple[tuple[Plane, ...], ...], ...]
+    D: tuple[tuple[tuple[Plane, ...], ...], ...]
+    varying: tuple[dict[str, tuple[jax.Array, ...]], ...]
+
+
+class Signals(NamedTuple):
+    """What the loss of one step says of its states.
+
+    Attributes
+    ----------
+    c : tuple
+        Per relation, ``dloss / dy`` by every path of the step.
+    L : tuple
+        Per group and plane, ``dloss / dh_s(t)``, the planes taken as independent.
+    R : tuple
+        Per group and plane, ``dloss / dh_q(t-1)`` by paths past all new states; None if there are
+        none.
+    """
+
+    c: tuple[jax.Array, ...]
+    L: tuple[tuple[Plane, ...], ...]
+    R: tuple[tuple[Plane, ...], ...]
+
+
+class StepRunner:
+    """A compiled graph as pure functions of parameters, hidden states and other states."""
+
+    def __init__(self, graph: ETraceGraph) -> None:
+        self.graph = graph
+        outvars = graph.module_info.jaxpr.outvars
+        self._variables = list(dict.fromkeys(v for v in outvars if not isinstance(v, Literal)))
+
+    def run(
+        self, args: Sequence[Any], params: Values, hidden: Values, others: Values
+    ) -> tuple[PyTree, Values, Values, Factors]:
+        """One step: results, new hidden states, new other states, factors."""
+        states = self.flat_states(params, hidden, others)
+        out, hidden, others, temps = self.graph.module_info.jaxpr_call(*args, old_state_vals=states)
+        return out, hidden, others, self.factors(temps)
+
+    def run_with_vjp(
+        self, args: Sequence[Any], params: Values, hidden: Values, others: Values
+    ) -> tuple[tuple[PyTree, Values, Values], Any, Factors]:
+        """One step as :meth:`run`, and its VJP for :meth:`signals`."""
+
+        def step(args: Any, params: Values, *zeros: Any) -> Any:
+            states = self.flat_states(params, hidden, others)
+            out, new_hidden, new_others, temps = self.graph.call_exit_perturb(
+                args, zeros[0], zeros[1], zeros[2], states
+            )
+            return (out, new_hidden, new_others), [temps[v] for v in self._variables]
+
+        zeros = self._perturbation.zeros()
+        results, vjp, temps = jax.vjp(step, tuple(args), params, *zeros, has_aux=True)
+        return results, vjp, self.factors(dict(zip(self._variables, temps, strict=True)))
+
+    def signals(
+        self, vjp: Any, factors: Factors, cotangents: tuple[PyTree, Values, Values]
+    ) -> tuple[Any, Values, Signals]:
+        """Cotangents of a step's results to those of its inputs, and to signals.
+
+        Returns the cotangents of the inputs, those of the parameters by all that is not traced, and
+        the signals.
+        """
+        ct_args, ct_params, c, L, R = vjp(cotangents)
+        exits = dict(zip(self._perturbation.hidden_outvars, L, strict=True))
+        passed = dict(zip(self._perturbation.bypass_invars, R, strict=True))
+        groups = self.graph.hidden_groups
+        signals = Signals(
+            c=tuple(c),
+            L=tuple(group_planes(group, group.hidden_outvars, exits) for group in groups),
+            R=tuple(group_planes(group, group.hidden_invars, passed) for group in groups),
+        )
+        return ct_args, ct_params, self._complete(signals, factors)
+
+    @property
+    def _perturbation(self) -> ExitPerturbation:
+        if self.graph.exit_perturb is None:
+            raise ValueError(
+                'The graph has no perturbed step; compile it with include_hidden_perturb=True.'
+            )
+        return self.graph.exit_perturb
+
+    def entry_planes(self, hidden: Values) -> tuple[tuple[jax.Array, ...], ...]:
+        """Cotangents of hidden states, by path, as planes per group."""
+        return tuple(
+            tuple(
+                plane
+                for path, width in zip(group.hidden_paths, group.widths, strict=True)
+                for plane in split_planes(u.get_mantissa(hidden[path]), width)
+            )
+            for group in self.graph.hidden_groups
+        )
+
+    def _complete(self, signals: Signals, factors: Factors) -> Signals:
+        """Add to ``c`` what could not be differentiated in reverse: the paths through a while."""
+        forward_only = [transition.forward_only for transition in self.graph.transitions]
+        if not any(forward_only):
+            return signals
+        c = list(signals.c)
+        for index, relation in enumerate(self.graph.hidden_param_op_relations):
+            for group, f in zip(relation.hidden_groups, factors.f[index], strict=True):
+                if forward_only[group.index]:
+                    through = add(map(times, f, signals.L[group.index]))
+                    if through is not None:
+                        c[index] = c[index] + sum_leading(through, c[index].ndim)
+        return signals._replace(c=tuple(c))
+
+    def flat_states(self, params: Values, hidden: Values, others: Values) -> list[Any]:
+        """Values in the order of the compiled states."""
+        info = self.graph.module_info
+        values = {**params, **hidden, **others}
+        return [values[info.state_id_to_path[id(s)]] for s in info.compiled_model_states]
+
+    def factors(self, temps: Mapping[Var, jax.Array]) -> Factors:
+        """The factors, from the values of a step's output variables; they carry no gradient."""
+        temps = {v: lax.stop_gradient(value) for v, value in temps.items()}
+        relations = self.graph.hidden_param_op_relations
+        solved = [transition.jacobians(temps) for transition in self.graph.transitions]
+        return Factors(
+            x=tuple(None if r.x_var is None else temps[r.x_var] for r in relations),
+            f=tuple(
+                tuple(tuple(solved[group.index][1][r.y_var]) for group in r.hidden_groups)
+                for r in relations
+            ),
+            D=tuple(tuple(tuple(row) for row in D) for D, _ in solved),
+            varying=tuple(
+                {k: tuple(temps[v] for v in way.varying_vars) for k, way in r.weight_ways.items()}
+                for r in relations
+            ),
+        )
+
+
+def add(parts: Iterable[Plane]) -> Plane:
+    """The sum of what is there; None if nothing is."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+def times(a: Plane, b: Plane) -> Plane:
+    """The product of two planes; None if either is zero."""
+    return None if a is None or b is None else a * b
+
+
+def split_planes(value: jax.Array, width: int) -> list[jax.Array]:
+    """The planes of a state's value; ``width`` is the length of its state axis, 0 without one."""
+    return [value[..., plane] for plane in range(width)] if width else [value]
+
+
+def group_planes(
+    group: HiddenGroup, variables: Sequence[Var], values: Mapping[Var, jax.Array]
+) -> tuple[Plane, ...]:
+    """The planes of a group from its states' values; None for states without one."""
+    planes: list[Plane] = []
+    for v, width in zip(variables, group.widths, strict=True):
+        planes += split_planes(values[v], width) if v in values else [None] * (width or 1)
+    return tuple(planes)
+
+
+def group_plane(group: HiddenGroup) -> jax.ShapeDtypeStruct:
+    """The shape and type of one plane of a group."""
+    return jax.ShapeDtypeStruct(group.varshape, group.hidden_invars[0].aval.dtype)
+
+
+def sum_leading(value: jax.Array, ndim: int) -> jax.Array:
+    """Sum over the axes that an op shared by the batch does not have."""
+    return value.sum(tuple(range(value.ndim - ndim)))

@@ -1,0 +1,91 @@
+"""Gradients by parameter, from gradients in the coordinates of the ops."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..compiler import ETraceGraph, HiddenParamOpRelation
+from .factors import Factors, Values
+
+__all__ = ['GradientSum', 'slopes_of']
+
+
+class GradientSum:
+    """Adds up gradients of a graph's parameters.
+
+    Parameters
+    ----------
+    graph : ETraceGraph
+        The compiled model.
+    params : dict
+        The values of the parameters, by path.
+    start : dict
+        Gradients to start from, by path, shaped like the parameters.
+    """
+
+    def __init__(self, graph: ETraceGraph, params: Values, start: Values) -> None:
+        self._relations = list(graph.hidden_param_op_relations)
+        self._params = params
+        self._trees = {path: jax.tree.structure(value) for path, value in params.items()}
+        self._leaves = {path: jax.tree.leaves(value) for path, value in start.items()}
+
+    def add_step(self, index: int, factors: Factors, cotangent: jax.Array) -> None:
+        """Add ``c (x) x``, or any cotangent of an op's output, with its input."""
+        relation = self._relations[index]
+        if relation.is_static:  # otherwise reverse mode has counted it
+            self.add_product(index, factors.x[index], cotangent)
+
+    def add_product(self, index: int, x: jax.Array | None, cotangent: jax.Array) -> None:
+        """Add the weight gradients of an op from its input and its output's cotangent."""
+        relation = self._relations[index]
+        weights = {
+            key: way(leaves_of(self._params, way)) for key, way in relation.weight_ways.items()
+        }
+        grads = relation.primitive.weight_vjp(x, cotangent, weights, **relation.eqn_params)
+        for key, way in relation.weight_ways.items():
+            pulled = way.pull_back(leaves_of(self._params, way), grads[key])
+            for place, gradient in enumerate(pulled):
+                self._add_leaf(way.paths[place], way.leaf_indices[place], gradient)
+
+    def add_past(self, index: int, grads: Mapping[str, jax.Array]) -> None:
+        """Add contracted traces: op coordinates if the weights are static, else parameters'."""
+        relation = self._relations[index]
+        for key, way in relation.weight_ways.items():
+            if way.is_static:
+                pulled = way.pull_back(leaves_of(self._params, way), grads[key])
+            else:
+                pulled = tuple(grads[key] for _ in way.traced)
+            for place, gradient in zip(way.traced, pulled, strict=True):
+                self._add_leaf(way.paths[place], way.leaf_indices[place], gradient)
+
+    def result(self) -> Values:
+        """The gradients by path, with the structure (units included) of the parameters."""
+        return {
+            path: jax.tree.unflatten(self._trees[path], leaves)
+            for path, leaves in self._leaves.items()
+        }
+
+    def _add_leaf(self, path: Any, index: int, gradient: jax.Array) -> None:
+        leaf = self._leaves[path][index]
+        self._leaves[path][index] = leaf + gradient.astype(leaf.dtype)
+
+
+def leaves_of(params: Values, way: Any) -> list[jax.Array]:
+    """The parameter leaves that a weight's way starts from."""
+    places = zip(way.paths, way.leaf_indices, strict=True)
+    return [jax.tree.leaves(params[path])[index] for path, index in places]
+
+
+def slopes_of(
+    relation: HiddenParamOpRelation, params: Values, varying: Mapping[str, tuple[Any, ...]]
+) -> dict[str, jax.Array]:
+    """For weights that vary in time, ``d weight / d parameter`` element by element."""
+    slopes = {}
+    for key, way in relation.weight_ways.items():
+        if not way.is_static:
+            leaves = leaves_of(params, way)
+            ones = jnp.ones_like(way(leaves, varying[key]))
+            slopes[key] = way.pull_back(leaves, ones, varying[key])[way.traced[0]]
+    return slopes

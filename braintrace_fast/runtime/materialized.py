@@ -1,0 +1,182 @@
+"""The trace as it is defined: one array per weight, position and state plane.
+
+e_t[s] = D_t[s,q] e_{t-1}[q] + f_t[s] (x) x_t
+g_t    = c_t (x) x_t + (L_t[s] D_t[s,q] + R_t[q]) e_{t-1}[q]
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..compiler import ETraceGraph, HiddenGroup, HiddenParamOpRelation
+from ..errors import NotSupportedError
+from .factors import Factors, Signals, Values, add, group_plane, times
+from .gradient import GradientSum, slopes_of
+
+__all__ = ['MaterializedEngine']
+
+Trace = tuple[tuple[tuple[Any, ...], ...], ...]
+"""Per relation, group and plane, the op's trace; None for planes that are not kept."""
+
+
+class MaterializedEngine:
+    """Carries the whole trace.
+
+    Parameters
+    ----------
+    graph : ETraceGraph
+        The compiled model.
+    trace_dtype : dtype, optional
+        The type in which traces are stored; that of the factors by default.
+    windows : bool
+        Whether the gradient of windows is asked for: it reads every plane at the window's entry.
+    """
+
+    def __init__(self, graph: ETraceGraph, trace_dtype: Any = None, windows: bool = False) -> None:
+        self.graph = graph
+        self.trace_dtype = trace_dtype
+        self.relations = list(graph.hidden_param_op_relations)
+        for relation in self.relations:
+            if relation.primitive.trace_rules is None:
+                raise NotSupportedError(
+                    f'{relation.source}: {relation.primitive} has no trace rules, so its trace '
+                    'cannot be carried. Register them with register_primitive(trace_rules=...).'
+                )
+        self.kept = [
+            [kept_planes(graph, group.index, f, windows) for group, f in _reached(relation)]
+            for relation in self.relations
+        ]
+
+    def init(self, factors: Factors) -> Trace:
+        """A zero trace, from factors or their shapes."""
+
+        def zeros(r: int, group: HiddenGroup) -> Any:
+            relation = self.relations[r]
+            plane = group_plane(group)
+            outer = functools.partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
+            shapes = jax.eval_shape(outer, factors.x[r], plane)
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, self.trace_dtype or a.dtype), shapes)
+
+        return tuple(
+            tuple(
+                tuple(zeros(r, group) if kept else None for kept in planes)
+                for group, planes in zip(relation.hidden_groups, self.kept[r], strict=True)
+            )
+            for r, relation in enumerate(self.relations)
+        )
+
+    def advance(self, trace: Trace, factors: Factors, params: Values, step: jax.Array) -> Trace:
+        """The trace after a step."""
+        fresh = self._fresh(factors, params)
+        new = []
+        for r, relation in enumerate(self.relations):
+            rules, eqn_params = relation.primitive.trace_rules, relation.eqn_params
+            groups = []
+            for g, group in enumerate(relation.hidden_groups):
+                D, old = factors.D[group.index], trace[r][g]
+                planes = []
+                for s, kept in enumerate(self.kept[r][g]):
+                    parts = [fresh[r][g][s]] + [
+                        rules.decay(D[s][q], old[q], **eqn_params)
+                        for q in range(len(old))
+                        if kept and D[s][q] is not None and old[q] is not None
+                    ]
+                    planes.append(_sum(parts, self.trace_dtype) if kept else None)
+                groups.append(tuple(planes))
+            new.append(tuple(groups))
+        return tuple(new)
+
+    def gradients(
+        self,
+        total: GradientSum,
+        trace: Trace,
+        factors: Factors,
+        signals: Signals,
+        params: Values,
+        step: jax.Array,
+    ) -> None:
+        """Add the gradient of a step, given the trace before it."""
+        for index, c in enumerate(signals.c):
+            total.add_step(index, factors, c)
+        entry = [
+            [
+                add([signals.R[g][q]] + [times(L, D[s][q]) for s, L in enumerate(signals.L[g])])
+                for q in range(len(D))
+            ]
+            for g, D in enumerate(factors.D)
+        ]
+        self.entry_gradients(total, trace, entry, step)
+
+    def entry_gradients(
+        self,
+        total: GradientSum,
+        trace: Trace,
+        entry: Sequence[Sequence[jax.Array | None]],
+        step: jax.Array,
+    ) -> None:
+        """Add ``entry[g][q] . e[q]``, for cotangents of the states to which the trace belongs."""
+        for r, relation in enumerate(self.relations):
+            rules, eqn_params = relation.primitive.trace_rules, relation.eqn_params
+            for group, planes in zip(relation.hidden_groups, trace[r], strict=True):
+                for signal, plane in zip(entry[group.index], planes, strict=True):
+                    if signal is not None and plane is not None:
+                        total.add_past(r, rules.contract(signal, plane, **eqn_params))
+
+    def _fresh(self, factors: Factors, params: Values) -> Trace:
+        """``f (x) x``, in the coordinates of the parameter where the weight varies in time."""
+        result = []
+        for r, relation in enumerate(self.relations):
+            rules, eqn_params = relation.primitive.trace_rules, relation.eqn_params
+            slopes = slopes_of(relation, params, factors.varying[r])
+            groups = []
+            for kept, f in zip(self.kept[r], factors.f[r], strict=True):
+                planes = []
+                for keep, plane in zip(kept, f, strict=True):
+                    outer = None
+                    if keep and plane is not None:
+                        outer = rules.outer(factors.x[r], plane, **eqn_params)
+                        outer = {
+                            k: outer[k] * slopes[k] if k in slopes else outer[k] for k in outer
+                        }
+                    planes.append(outer)
+                groups.append(tuple(planes))
+            result.append(tuple(groups))
+        return tuple(result)
+
+
+def kept_planes(
+    graph: ETraceGraph, group: int, f_pattern: Sequence[bool], windows: bool
+) -> list[bool]:
+    """Which planes of a trace can be non-zero and are read again."""
+    pattern = graph.hidden_groups[group].pattern
+    alive = list(f_pattern)
+    for _ in pattern:
+        alive = [a or any(map(_both, row, alive)) for a, row in zip(alive, pattern, strict=True)]
+    if windows:
+        return alive
+    bypassed = set() if graph.exit_perturb is None else set(graph.exit_perturb.bypass_invars)
+    owner = graph.hidden_groups[group]
+    read_past = [
+        old in bypassed
+        for old, width in zip(owner.hidden_invars, owner.widths, strict=True)
+        for _ in range(width or 1)
+    ]
+    read = [any(column) for column in zip(*pattern, strict=True)]
+    return [a and (r or p) for a, r, p in zip(alive, read, read_past, strict=True)]
+
+
+def _both(a: bool, b: bool) -> bool:
+    return a and b
+
+
+def _reached(relation: HiddenParamOpRelation) -> list[tuple[Any, Sequence[bool]]]:
+    return list(zip(relation.hidden_groups, relation.f_patterns, strict=True))
+
+
+def _sum(parts: Sequence[Any], dtype: Any) -> Any:
+    trees = [part for part in parts if part is not None]
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
+    return total if dtype is None else jax.tree.map(lambda a: a.astype(dtype), total)
