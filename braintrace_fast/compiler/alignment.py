@@ -583,13 +583,32 @@ def _by_derivative(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[
 
 
 def _by_cotangent(eqn: JaxprEqn, operands: Sequence[Alignment | None], place: int) -> Outcome:
-    reached = _cotangent_alignments(eqn, place, [source is not None for source in operands])
+    reached = _remembered_alignments(eqn, place, tuple(source is not None for source in operands))
     return _join(
         [
             None if source is None or how is None else (source if how is True else MIXED)
             for source, how in zip(operands, reached, strict=True)
         ]
     )
+
+
+_remembered: dict[Any, list[bool | None]] = {}
+
+
+def _remembered_alignments(
+    eqn: JaxprEqn, place: int, carries: tuple[bool, ...]
+) -> list[bool | None]:
+    """:func:`_cotangent_alignments`, traced once per primitive and shapes.
+
+    Custom derivatives are functions of one trace, so there is nothing to remember.
+    """
+    if any(callable(value) for value in eqn.params.values()) or 'call_jaxpr' in eqn.params:
+        return _cotangent_alignments(eqn, place, carries)
+    shapes = tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
+    key = (eqn.primitive, str(eqn.params), shapes, place, carries)
+    if key not in _remembered:
+        _remembered[key] = _cotangent_alignments(eqn, place, carries)
+    return _remembered[key]
 
 
 def _cotangent_alignments(eqn: JaxprEqn, place: int, carries: Sequence[bool]) -> list[bool | None]:

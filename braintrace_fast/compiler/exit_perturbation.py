@@ -158,6 +158,7 @@ class _Rewriter:
         self.past_new = self.reached_by_old_states()
         self.inside = frozenset([OLD, *self.group_of.values()])
         self.settled: dict[Var, World] = {}
+        self.reached: dict[Var, World] = {}
         self.copies: dict[tuple[Var, World], Atom] = {}
         self.eqns: list[JaxprEqn] = []
 
@@ -210,8 +211,12 @@ class _Rewriter:
 
     def same(self, v: Atom, world: World) -> World:
         """The smallest world in which a variable has the same value."""
-        reached = {self.group_of[s] for s in self.flow.aligned(v) if s in self.group_of}
-        return world & (reached | {OLD} if v in self.past_new else reached)
+        if not world or isinstance(v, Literal):
+            return OUTSIDE
+        if v not in self.reached:
+            found = {self.group_of[s] for s in self.flow.aligned(v) if s in self.group_of}
+            self.reached[v] = frozenset(found | {OLD} if v in self.past_new else found)
+        return world & self.reached[v]
 
     def inner(self, v: Var, world: World) -> World:
         """The world in which the equation of a variable is evaluated for a world."""

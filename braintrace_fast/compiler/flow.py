@@ -84,6 +84,10 @@ class Flow:
                 self.dependences[source] = self._itself(source)
         for index, eqn in enumerate(self.eqns):
             self._visit(index, eqn)
+        self._aligned = {
+            v: {s: None for s, d in found.items() if d.alignment is not None}
+            for v, found in self.dependences.items()
+        }
 
     def of(self, atom: Atom) -> dict[Var, Dependence]:
         """The sources that reach a variable."""
@@ -98,9 +102,9 @@ class Flow:
         last = alignment[-1] if width else None
         return [not isinstance(last, Only) or i in last.indices for i in range(width or 1)]
 
-    def aligned(self, atom: Atom) -> list[Var]:
-        """The sources that reach a variable position by position."""
-        return [s for s, dependence in self.of(atom).items() if dependence.alignment is not None]
+    def aligned(self, atom: Atom) -> Mapping[Var, None]:
+        """The sources that reach a variable position by position, as an ordered set."""
+        return {} if isinstance(atom, Literal) else self._aligned.get(atom, {})
 
     def _itself(self, source: Var) -> dict[Var, Dependence]:
         shape, _, plane = self.sources[source]
@@ -225,12 +229,8 @@ class Flow:
 
         Every other variable that it needs becomes a constant of the slice.
         """
-        wanted = set(sources)
-        carries = {
-            v
-            for v, found in self.dependences.items()
-            if any(s in wanted and d.alignment is not None for s, d in found.items())
-        }
+        wanted = dict.fromkeys(sources)
+        carries = {v for v, found in self._aligned.items() if not found.keys().isdisjoint(wanted)}
         needed = {v for v in results if v in carries}
         kept: list[int] = []
         for index in range(len(self.eqns) - 1, -1, -1):

@@ -247,17 +247,18 @@ def extract_module_info(
     policy = ControlFlowPolicy() if control_flow is None else control_flow
     stateful = brainstate.transform.StatefulFunction(model, return_only_write=False)
     stateful.make_jaxpr(*model_args, **model_kwargs)
-    states = tuple(stateful.get_states(*model_args, **model_kwargs))
+    key = stateful.get_arg_cache_key(*model_args, **model_kwargs)
+    states = tuple(stateful.get_states_by_cache(key))
     owner = model.module if isinstance(model, brainstate.nn.Vmap) else model
     retrieved = _with_external_states(owner.states(), states)
     id_to_path = {id(state): path for path, state in retrieved.items()}
-    _check_states(states, stateful.get_write_states(*model_args, **model_kwargs), id_to_path)
+    _check_states(states, stateful.get_write_states_by_cache(key), id_to_path)
 
-    shapes: Any = stateful.get_out_shapes(*model_args, **model_kwargs)
+    shapes: Any = stateful.get_out_shapes_by_cache(key)
     out_shapes, state_shapes = shapes
     num_out = len(jax.tree.leaves(out_shapes))
     num_state = len(jax.tree.leaves(state_shapes))
-    closed = flatten(stateful.get_jaxpr(*model_args, **model_kwargs), policy)
+    closed = flatten(stateful.get_jaxpr_by_cache(key), policy)
     invars = open_jaxpr(closed)[0].invars
     state_invars = _unflatten_each(state_shapes, invars[len(invars) - num_state :])
 

@@ -1,5 +1,6 @@
 """The step with a perturbation added to every new hidden state, for all who read it."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from .._compat import (
     build_closed_jaxpr,
     new_var,
     open_jaxpr,
-    struct,
 )
 from .._typing import Path
 from .hidden_group import HiddenGroup
@@ -184,6 +184,11 @@ def add_hidden_perturbation_in_module(
 
 
 def single_equation(fun: Any, operands: Sequence[Var], result: Var) -> JaxprEqn:
-    """The single equation of a function on variables."""
-    (eqn,) = open_jaxpr(jax.make_jaxpr(fun)(*map(struct, operands)))[0].eqns
-    return eqn.replace(invars=list(operands), outvars=[result])
+    """The equation of a one-primitive function, such as ``lax.add``, on variables."""
+    return _template(fun, len(operands)).replace(invars=list(operands), outvars=[result])
+
+
+@functools.cache
+def _template(fun: Any, num_operands: int) -> JaxprEqn:
+    (eqn,) = open_jaxpr(jax.make_jaxpr(fun)(*[0.0] * num_operands))[0].eqns
+    return eqn
