@@ -9,6 +9,7 @@ from jax import lax
 
 from .._typing import Path
 from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph
+from ..errors import NotSupportedError
 from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
 from ..runtime.factors import Values
 from ..runtime.gradient import GradientSum
@@ -44,6 +45,9 @@ class Engine(Protocol):
 
     def entry_gradients(self, total: GradientSum, trace: Any, entry: Any, step: jax.Array) -> None:
         """Add the gradient of a window by the states that it started from."""
+
+    def trace_of(self, trace: Any, relations: list[int]) -> Any:
+        """The part of a trace that belongs to some relations, for people to look at."""
 
 
 class ETraceAlgorithm(SequenceDriverMixin, brainstate.nn.Module):
@@ -166,6 +170,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             Inputs of one step, or windows.
         """
         self.graph_executor.compile_graph(*args)
+        if self.vjp_method == 'multi-step' and any(t.forward_only for t in self.graph.transitions):
+            raise NotSupportedError(
+                "A hidden state passes through a while loop, which vjp_method='multi-step' would "
+                "have to differentiate in reverse. Use 'single-step', or lax.scan or lax.fori_loop "
+                'with a fixed number of steps.'
+            )
         self.engine = self.make_engine(self.graph)
         self.init_etrace_state(*args)
         self.is_compiled = True
@@ -182,6 +192,41 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self._check_compiled()
         self.running_index.value = jnp.zeros((), jnp.int32)
         self.trace.value = jax.tree.map(jnp.zeros_like, self.trace.value)
+
+    def get_etrace_of(self, weight: brainstate.ParamState | Path) -> Any:
+        """The present trace of a weight.
+
+        Parameters
+        ----------
+        weight : ParamState or Path
+            The weight, or its path in the model.
+
+        Returns
+        -------
+        dict
+            By relation and group, the trace per state plane (None for planes that are not kept);
+            for ``pp_prop`` a pair of dictionaries: the input sides by relation, and the output
+            sides.
+
+        Raises
+        ------
+        ValueError
+            If the weight is not traced.
+        """
+        self._check_compiled()
+        path = weight
+        if isinstance(weight, brainstate.State):
+            path = self.graph_executor.state_id_to_path.get(id(weight), ())
+        relations = self.graph.hidden_param_op_relations
+        found = [
+            r
+            for r, relation in enumerate(relations)
+            if any(path in way.paths for way in relation.weight_ways.values())
+        ]
+        if not found:
+            traced = [p for p, _ in self.report.etrace_weights]
+            raise ValueError(f'There is no trace of {path}; the traced weights are {traced}.')
+        return self.engine.trace_of(self.trace.value, found)
 
     def update(self, *args: Any) -> Any:
         """Run one step, or a window, of the model and of the trace.
@@ -241,7 +286,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             vjp, factors, params, trace, t = residuals
-            ct_args, ct_params, signals = runner.signals(vjp, factors, cotangents[:3])
+            ct_args, ct_params, signals = runner.signals(vjp, cotangents[:3])
             total = GradientSum(graph, params, ct_params)
             engine.gradients(total, trace, factors, signals, params, t)
             return ct_args, total.result(), None, None, None, None
@@ -271,6 +316,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         def forward(
             args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
         ) -> Any:
+            if self.vjp_method != 'multi-step':
+                raise NotImplementedError(
+                    "The gradient of a window (MultiStepData) needs vjp_method='multi-step'; this "
+                    f'learner has {self.vjp_method!r}. Give one step at a time, or compile it so.'
+                )
+
             def main(args: Any, params: Values, hidden: Values) -> Any:
                 *results, new_trace = run(args, params, hidden, others, trace, t)
                 return tuple(results), new_trace

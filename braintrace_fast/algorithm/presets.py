@@ -116,7 +116,7 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
 
     def make_engine(self, graph: ETraceGraph) -> FactorizedEngine:
         """The engine that carries the two sides of the trace."""
-        return FactorizedEngine(graph, self.decay)
+        return FactorizedEngine(graph, self.decay, windows=self.vjp_method == 'multi-step')
 
 
 def _decay(value: float | int) -> float:

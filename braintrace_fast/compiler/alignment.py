@@ -33,6 +33,7 @@ __all__ = [
     'align_results',
     'forget_indices',
     'identity_alignment',
+    'is_inexact',
     'passes_derivative',
     'through',
 ]
@@ -126,10 +127,11 @@ def _cuts(primitive: Any) -> bool:
 def passes_derivative(eqn: JaxprEqn) -> list[bool]:
     """Per result, whether any derivative can flow into it."""
     stops = eqn.primitive.name in _NO_DERIVATIVE
-    return [not stops and _is_inexact(v.aval) for v in eqn.outvars]
+    return [not stops and is_inexact(v.aval) for v in eqn.outvars]
 
 
-def _is_inexact(aval: Any) -> bool:
+def is_inexact(aval: Any) -> bool:
+    """Whether values of a type can carry a derivative."""
     return hasattr(aval, 'dtype') and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -614,8 +616,8 @@ def _remembered_alignments(
 def _cotangent_alignments(eqn: JaxprEqn, place: int, carries: Sequence[bool]) -> list[bool | None]:
     """Per operand: True if its cotangent is position-wise, None if it is zero, else False."""
     result = eqn.outvars[place].aval
-    inexact = [c and _is_inexact(v.aval) for c, v in zip(carries, eqn.invars, strict=True)]
-    if not _is_inexact(result):
+    inexact = [c and is_inexact(v.aval) for c, v in zip(carries, eqn.invars, strict=True)]
+    if not is_inexact(result):
         return [None] * len(eqn.invars)
 
     def cotangents(cotangent: jax.Array, *values: jax.Array) -> tuple[jax.Array, ...]:

@@ -32,7 +32,7 @@ from .._compat import (
 from ..op import ETPPrimitive
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 
-__all__ = ['ControlFlowPolicy', 'contains', 'contains_etp_op', 'flatten']
+__all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_while']
 
 INLINED_CALLS = frozenset(
     ['jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint', 'custom_lin']
@@ -85,14 +85,13 @@ class ControlFlowPolicy:
                 )
 
 
-def contains(jaxpr: Any, test: Callable[[JaxprEqn], bool]) -> bool:
-    """Whether any equation of a jaxpr, at any depth, passes the test."""
-    inner, _ = open_jaxpr(jaxpr)
-    return any(test(eqn) or _inside(eqn, test) for eqn in inner.eqns)
-
-
 def _inside(eqn: JaxprEqn, test: Callable[[JaxprEqn], bool]) -> bool:
-    return any(contains(sub, test) for sub in jaxprs_in_params(eqn.params))
+    """Whether an equation inside an equation's parameters, at any depth, passes a test."""
+    return any(
+        test(inner) or _inside(inner, test)
+        for sub in jaxprs_in_params(eqn.params)
+        for inner in open_jaxpr(sub)[0].eqns
+    )
 
 
 def _is_etp(eqn: JaxprEqn) -> bool:
@@ -102,6 +101,11 @@ def _is_etp(eqn: JaxprEqn) -> bool:
 def contains_etp_op(eqn: JaxprEqn) -> bool:
     """Whether an ETP op is inside the jaxprs of an equation's parameters."""
     return _inside(eqn, _is_etp)
+
+
+def has_while(eqn: JaxprEqn) -> bool:
+    """Whether an equation is, or contains, a while loop."""
+    return eqn.primitive.name == 'while' or _inside(eqn, lambda e: e.primitive.name == 'while')
 
 
 def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy) -> ClosedJaxpr:

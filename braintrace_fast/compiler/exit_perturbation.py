@@ -26,7 +26,8 @@ from .._compat import (
     new_var,
     open_jaxpr,
 )
-from .alignment import passes_derivative
+from .alignment import is_inexact, passes_derivative
+from .control_flow import has_while
 from .flow import Flow
 from .hidden_group import HiddenGroup
 from .module_info import ModuleInfo
@@ -94,7 +95,6 @@ def add_exit_perturbation(
     flow: Flow,
     groups: Sequence[HiddenGroup],
     relations: Sequence[HiddenParamOpRelation],
-    forward_only: Sequence[bool],
 ) -> ExitPerturbation:
     """Build the runtime's perturbed step.
 
@@ -108,15 +108,12 @@ def add_exit_perturbation(
         The hidden groups.
     relations : sequence of HiddenParamOpRelation
         The relations.
-    forward_only : sequence of bool
-        Which groups have no reverse mode: nothing is differentiated through them, and ``c`` lacks
-        the paths through them, which are ``sum_s f[s] L[s]``.
 
     Returns
     -------
     ExitPerturbation
     """
-    return _Rewriter(minfo, flow, groups, relations, forward_only).rewrite()
+    return _Rewriter(minfo, flow, groups, relations).rewrite()
 
 
 World = frozenset[int]
@@ -142,19 +139,13 @@ class _Rewriter:
         flow: Flow,
         groups: Sequence[HiddenGroup],
         relations: Sequence[HiddenParamOpRelation],
-        forward_only: Sequence[bool],
     ) -> None:
         self.minfo, self.flow = minfo, flow
         self.group_of = {new: group.index for group in groups for new in group.hidden_outvars}
-        self.forward_only = {g.index for g, fwd in zip(groups, forward_only, strict=True) if fwd}
         self.exits = {new: new_var(new.aval) for group in groups for new in group.hidden_outvars}
         self.bypasses = {old: new_var(old.aval) for group in groups for old in group.hidden_invars}
         self.y_zeros = {relation.y_var: new_var(relation.y_var.aval) for relation in relations}
-        self.fixed_weights = {
-            relation.y_var: set(relation.trainable_vars.values())
-            for relation in relations
-            if relation.is_static
-        }
+        self.static_relations = {r.y_var: r for r in relations if r.is_static}
         self.past_new = self.reached_by_old_states()
         self.inside = frozenset([OLD, *self.group_of.values()])
         self.settled: dict[Var, World] = {}
@@ -265,17 +256,31 @@ class _Rewriter:
 
     def evaluate(self, index: int, world: World) -> None:
         eqn = self.flow.eqns[index]
-        fixed = next((self.fixed_weights[v] for v in eqn.outvars if v in self.fixed_weights), ())
+        constants = self.constant_operands(eqn)
         operands = []
         for place, v in enumerate(eqn.invars):
             operand = self.copy(v, self.operand_world(index, place, world))
-            if not isinstance(v, Literal) and v in fixed:
+            if place in constants and not isinstance(v, Literal):
                 operand = self.emit(lax.stop_gradient, operand)
             operands.append(operand)
         results = [new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=operands, outvars=results))
         for v, result in zip(eqn.outvars, results, strict=True):
             self.store(v, world, result)
+
+    def constant_operands(self, eqn: JaxprEqn) -> set[int]:
+        """Operands by which nothing is differentiated.
+
+        These are the traced weights, for which ``c (x) x`` stands, and what enters a ``while``,
+        which has no reverse mode: only old states do, and ``D`` counts them.
+        """
+        relation = next((self.static_relations.get(v) for v in eqn.outvars), None)
+        if relation is not None:
+            positions = relation.primitive.trainable_invars(eqn.params)
+            return {positions[key] for key in relation.trainable_vars}
+        if has_while(eqn):
+            return {i for i, v in enumerate(eqn.invars) if is_inexact(v.aval)}
+        return set()
 
     def store(self, v: Var, world: World, result: Var) -> None:
         """Record a result for the worlds in which it holds."""
@@ -289,8 +294,7 @@ class _Rewriter:
             return  # evaluated for another result of the equation, where this group is perturbed
         inside = self.same(v, world | {group})
         self.copies[v, inside] = result
-        seen = self.emit(lax.stop_gradient, result) if group in self.forward_only else result
-        self.copies[v, inside - {group}] = self.emit(lax.add, seen, self.exits[v])
+        self.copies[v, inside - {group}] = self.emit(lax.add, result, self.exits[v])
 
     def copy(self, v: Atom, world: World) -> Atom:
         if isinstance(v, Literal):

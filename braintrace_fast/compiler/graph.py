@@ -272,8 +272,7 @@ def compile_etrace_graph(
         hidden_perturb = exit_perturb = None
         if include_hidden_perturb:
             hidden_perturb = add_hidden_perturbation_from_minfo(minfo)
-            forward_only = [transition.forward_only for transition in transitions]
-            exit_perturb = add_exit_perturbation(minfo, flow, groups, relations, forward_only)
+            exit_perturb = add_exit_perturbation(minfo, flow, groups, relations)
         return ETraceGraph(
             module_info=minfo,
             hidden_groups=groups,

@@ -1,6 +1,7 @@
 """One step of a model as a flat jaxpr, with the tables that tell what each variable is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import brainstate
@@ -22,6 +23,7 @@ from .._compat import (
 from .._typing import Path, PyTree
 from ..errors import CompilationError, NotSupportedError
 from ..op import ETPPrimitive
+from .alignment import is_inexact
 from .control_flow import ControlFlowPolicy, flatten
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 
@@ -51,7 +53,7 @@ class ModuleInfo(NamedTuple):
     invar_to_hidden_path, outvar_to_hidden_path : dict
         The inverse tables.
     hidden_outvar_to_invar : dict
-        From new to old, in the order of the model.
+        From new to old, in the order of the model, for the states that carry derivatives.
     weight_invars : list of Var
         The variables of the trainable weights.
     weight_path_to_invars, invar_to_weight_path : dict
@@ -240,13 +242,14 @@ def extract_module_info(
     Raises
     ------
     CompilationError
-        If the step uses no hidden state.
+        If the step uses no hidden state, or changes the shape or type of one.
     NotSupportedError
         If the step writes a ``ParamState``.
     """
     policy = ControlFlowPolicy() if control_flow is None else control_flow
     stateful = brainstate.transform.StatefulFunction(model, return_only_write=False)
-    stateful.make_jaxpr(*model_args, **model_kwargs)
+    with _kept_flags(model):
+        stateful.make_jaxpr(*model_args, **model_kwargs)
     key = stateful.get_arg_cache_key(*model_args, **model_kwargs)
     states = tuple(stateful.get_states_by_cache(key))
     owner = model.module if isinstance(model, brainstate.nn.Vmap) else model
@@ -276,6 +279,7 @@ def extract_module_info(
     closed = _own_equations(closed, num_out, state_invars, is_hidden)
     state_outvars = _unflatten_each(state_shapes, open_jaxpr(closed)[0].outvars[num_out:])
     hidden_outvars = {p: v for p, (v,) in by_path(brainstate.HiddenState, state_outvars).items()}
+    _check_same_types(hidden_invars, hidden_outvars)
     weights = by_path(brainstate.ParamState, state_invars)
     return ModuleInfo(
         stateful_model=stateful,
@@ -289,7 +293,9 @@ def extract_module_info(
         hidden_path_to_outvar=hidden_outvars,
         invar_to_hidden_path={v: path for path, v in hidden_invars.items()},
         outvar_to_hidden_path={v: path for path, v in hidden_outvars.items()},
-        hidden_outvar_to_invar={new: hidden_invars[path] for path, new in hidden_outvars.items()},
+        hidden_outvar_to_invar={
+            new: hidden_invars[path] for path, new in hidden_outvars.items() if is_inexact(new.aval)
+        },
         weight_invars=[v for leaves in weights.values() for v in leaves],
         weight_path_to_invars=weights,
         invar_to_weight_path={v: path for path, leaves in weights.items() for v in leaves},
@@ -298,6 +304,18 @@ def extract_module_info(
         control_flow=policy,
         in_tree=jax.tree.structure((model_args, tuple(s.value for s in states))),
     )
+
+
+@contextmanager
+def _kept_flags(model: brainstate.nn.Module) -> Iterator[None]:
+    """Tracing marks the states that the step writes as written, which they are not."""
+    states: Any = model.states()
+    flags = [(state, state._been_writen) for state in states.values()]
+    try:
+        yield
+    finally:
+        for state, written in flags:
+            state._been_writen = written
 
 
 def _with_external_states(
@@ -314,7 +332,8 @@ def _with_external_states(
             f'The step uses a {type(state).__name__} that is not part of the model; it is carried. '
             'Make it an attribute of the module to give it a path.',
         )
-    paths = {('_external', index): state for index, state in enumerate(external)}
+    # Not by integers, which would make each a layer of its own.
+    paths = {('_external', str(index)): state for index, state in enumerate(external)}
     return brainstate.util.FlattedDict({**retrieved, **paths})
 
 
@@ -334,6 +353,17 @@ def _check_states(
             raise NotSupportedError(
                 f'The step writes the ParamState at {id_to_path[id(state)]}. Weights must be fixed '
                 'within a step: update them after it, or make the value a ShortTermState.'
+            )
+
+
+def _check_same_types(old: dict[Path, Var], new: dict[Path, Var]) -> None:
+    for path, before in old.items():
+        found, expected = new[path].aval, before.aval
+        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            raise CompilationError(
+                f'The step changes the hidden state at {path} from {expected.dtype} of shape '
+                f'{expected.shape} to {found.dtype} of shape {found.shape}. A hidden state must '
+                'keep its shape and type from step to step; initialise it as the step leaves it.'
             )
 
 

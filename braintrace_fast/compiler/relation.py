@@ -377,7 +377,7 @@ class _Finder:
         hidden = [new for new in self.minfo.hidden_outvar_to_invar if new in hidden]
         cuts = dict.fromkeys(cut for new in hidden for cut in self.flow.of(new)[y].cut_by)
         mixers = [self.flow.eqns[cut] for cut in cuts]
-        shapes = {new.aval.shape for new in hidden if (y, new) in self.flow.unfit}
+        shapes = {new.aval.shape for new in hidden if self.is_unfit(y, new, mixers)}
         by = ', '.join(dict.fromkeys(f'{m.primitive.name} at {source_line(m)}' for m in mixers))
         kept = 'It gets the gradient of the step, and none from the past.'
         if not hidden:
@@ -387,7 +387,8 @@ class _Finder:
             kind, level = DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH, DiagnosticLevel.WARNING
             why = (
                 f'its output has shape {y.aval.shape}, the hidden states {sorted(shapes)}; they '
-                f'must be equal, but for leading axes that the op may lack. {kept}'
+                f'must be equal, but for leading axes that the op may lack. {kept} To have it '
+                'traced, use an op of its own for each part of the output that feeds a state.'
             )
         elif all(isinstance(mixer.primitive, ETPPrimitive) for mixer in mixers):
             kind, level = DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT, DiagnosticLevel.WARNING
@@ -410,6 +411,12 @@ class _Finder:
             weight_path=path,
             hidden_paths=tuple(self.minfo.outvar_to_hidden_path[new] for new in hidden),
         )
+
+    def is_unfit(self, y: Var, new: Var, mixers: Sequence[JaxprEqn]) -> bool:
+        """Whether it is for its shape that an op's output does not reach a state: fused gates."""
+        shape = self.flow.sources[new].shape
+        fits = shape[max(len(shape) - y.aval.ndim, 0) :] == y.aval.shape
+        return (y, new) in self.flow.unfit or not (fits or any(map(is_product, mixers)))
 
     def look_inside(self, eqn: JaxprEqn) -> None:
         """Refuse, or explain, an op or a weight inside an equation that was not opened."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._compat import Jaxpr, Literal, Var, equation_function, source_line
 from ..errors import NotSupportedError
-from .control_flow import contains
+from .control_flow import has_while
 from .flow import Flow, Slice
 
 __all__ = ['GroupTransition', 'Plane', 'Planes', 'build_transition', 'is_forward_only']
@@ -28,7 +28,7 @@ Planes = list[list[Plane]]
 
 def is_forward_only(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr has no reverse mode."""
-    return contains(jaxpr, lambda eqn: eqn.primitive.name == 'while')
+    return any(map(has_while, jaxpr.eqns))
 
 
 @dataclass(frozen=True, eq=False)

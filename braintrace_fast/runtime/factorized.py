@@ -8,7 +8,7 @@ with the bias correction ``b_t = 1 - a_f^(n+1)`` after ``n`` steps. The second p
 paths of the step that pass no hidden state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
+from ..errors import NotSupportedError
 from .factors import Factors, Signals, Values, add, group_plane, sum_leading, times
 from .gradient import GradientSum
 
@@ -34,12 +35,28 @@ class FactorizedEngine:
         The compiled model.
     decay : tuple of float
         ``a_x`` and ``a_f``.
+    windows : bool
+        Whether the gradient of windows is asked for.
+
+    Raises
+    ------
+    NotSupportedError
+        If it is, and a weight varies in time: nothing says what it was before the window.
     """
 
-    def __init__(self, graph: ETraceGraph, decay: tuple[float, float]) -> None:
+    def __init__(
+        self, graph: ETraceGraph, decay: tuple[float, float], windows: bool = False
+    ) -> None:
         self.graph = graph
         self.decay_x, self.decay_f = decay
         self.relations = list(graph.hidden_param_op_relations)
+        varying = [relation for relation in self.relations if not relation.is_static]
+        if windows and varying:
+            raise NotSupportedError(
+                f'{varying[0].source}: the weight {varying[0].path} varies in time, which the '
+                'factorised trace cannot carry from window to window. Use '
+                "vjp_method='single-step', or D_RTRL."
+            )
 
     def init(self, factors: Factors) -> Trace:
         """A zero trace, from factors or their shapes."""
@@ -105,10 +122,17 @@ class FactorizedEngine:
                 smoothed += map(times, fhat, L)
                 present += map(times, f, L)
             signal, now = add(smoothed), add(present)
+            varying = factors.varying[r]
             if signal is not None:
-                total.add_product(r, xs[r], sum_leading(signal / self.bias(step), c.ndim))
-            total.add_step(r, factors, c if now is None else c - sum_leading(now, c.ndim))
-        self.entry_gradients(total, trace, signals.R, step - 1)
+                signal = sum_leading(signal / self.bias(step), c.ndim)
+                total.add_product(r, xs[r], signal, varying)
+            present_sum = None if now is None else sum_leading(now, c.ndim)
+            if relation.is_static:
+                rest = c if present_sum is None else c - present_sum
+                total.add_product(r, factors.x[r], rest)
+            elif present_sum is not None:  # reverse mode has counted c
+                total.add_product(r, factors.x[r], -present_sum, varying)
+        self._add_entry(total, trace, signals.R, step - 1, factors.varying)
 
     def entry_gradients(
         self,
@@ -118,6 +142,16 @@ class FactorizedEngine:
         step: jax.Array,
     ) -> None:
         """Add ``entry[g][q] . e[q]``, for cotangents of the states after step ``step``."""
+        self._add_entry(total, trace, entry, step, ({},) * len(self.relations))
+
+    def _add_entry(
+        self,
+        total: GradientSum,
+        trace: Trace,
+        entry: Sequence[Sequence[jax.Array | None]],
+        step: jax.Array,
+        varying: Sequence[Mapping[str, tuple[jax.Array, ...]]],
+    ) -> None:
         xs, fs = trace
         for r, relation in enumerate(self.relations):
             signal = add(
@@ -127,7 +161,16 @@ class FactorizedEngine:
             )
             if signal is not None:
                 signal = sum_leading(signal / self.bias(step), relation.y_var.aval.ndim)
-                total.add_product(r, xs[r], signal)
+                total.add_product(r, xs[r], signal, varying[r])
+
+    def trace_of(self, trace: Trace, relations: list[int]) -> tuple[dict, dict]:
+        """The input sides by relation, and the output sides by relation and group."""
+        xs, fs = trace
+        return {r: xs[r] for r in relations}, {
+            (r, group.index): planes
+            for r in relations
+            for group, planes in zip(self.relations[r].hidden_groups, fs[r], strict=True)
+        }
 
     def bias(self, step: jax.Array) -> jax.Array:
         """The correction for the steps that the smoothing has not yet seen."""

@@ -91,7 +91,7 @@ class StepRunner:
         return results, vjp, self.factors(dict(zip(self._variables, temps, strict=True)))
 
     def signals(
-        self, vjp: Any, factors: Factors, cotangents: tuple[PyTree, Values, Values]
+        self, vjp: Any, cotangents: tuple[PyTree, Values, Values]
     ) -> tuple[Any, Values, Signals]:
         """Cotangents of a step's results to those of its inputs, and to signals.
 
@@ -107,7 +107,7 @@ class StepRunner:
             L=tuple(group_planes(group, group.hidden_outvars, exits) for group in groups),
             R=tuple(group_planes(group, group.hidden_invars, passed) for group in groups),
         )
-        return ct_args, ct_params, self._complete(signals, factors)
+        return ct_args, ct_params, signals
 
     @property
     def _perturbation(self) -> ExitPerturbation:
@@ -127,20 +127,6 @@ class StepRunner:
             )
             for group in self.graph.hidden_groups
         )
-
-    def _complete(self, signals: Signals, factors: Factors) -> Signals:
-        """Add to ``c`` what could not be differentiated in reverse: the paths through a while."""
-        forward_only = [transition.forward_only for transition in self.graph.transitions]
-        if not any(forward_only):
-            return signals
-        c = list(signals.c)
-        for index, relation in enumerate(self.graph.hidden_param_op_relations):
-            for group, f in zip(relation.hidden_groups, factors.f[index], strict=True):
-                if forward_only[group.index]:
-                    through = add(map(times, f, signals.L[group.index]))
-                    if through is not None:
-                        c[index] = c[index] + sum_leading(through, c[index].ndim)
-        return signals._replace(c=tuple(c))
 
     def flat_states(self, params: Values, hidden: Values, others: Values) -> list[Any]:
         """Values in the order of the compiled states."""

@@ -1,6 +1,7 @@
 """Gradients by parameter, from gradients in the coordinates of the ops."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,17 +38,29 @@ class GradientSum:
         if relation.is_static:  # otherwise reverse mode has counted it
             self.add_product(index, factors.x[index], cotangent)
 
-    def add_product(self, index: int, x: jax.Array | None, cotangent: jax.Array) -> None:
-        """Add the weight gradients of an op from its input and its output's cotangent."""
+    def add_product(
+        self,
+        index: int,
+        x: jax.Array | None,
+        cotangent: jax.Array,
+        varying: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    ) -> None:
+        """Add the weight gradients of an op from its input and its output's cotangent.
+
+        If the weights vary in time, ``varying`` has what their ways read in this step, and only the
+        traced parameters are added to.
+        """
         relation = self._relations[index]
-        weights = {
-            key: way(leaves_of(self._params, way)) for key, way in relation.weight_ways.items()
-        }
+        ways = [
+            (key, way, leaves_of(self._params, way), varying.get(key, ()))
+            for key, way in relation.weight_ways.items()
+        ]
+        weights = {key: way(leaves, read) for key, way, leaves, read in ways}
         grads = relation.primitive.weight_vjp(x, cotangent, weights, **relation.eqn_params)
-        for key, way in relation.weight_ways.items():
-            pulled = way.pull_back(leaves_of(self._params, way), grads[key])
-            for place, gradient in enumerate(pulled):
-                self._add_leaf(way.paths[place], way.leaf_indices[place], gradient)
+        for key, way, leaves, read in ways:
+            pulled = way.pull_back(leaves, grads[key], read)
+            for place in way.traced:
+                self._add_leaf(way.paths[place], way.leaf_indices[place], pulled[place])
 
     def add_past(self, index: int, grads: Mapping[str, jax.Array]) -> None:
         """Add contracted traces: op coordinates if the weights are static, else parameters'."""

@@ -125,6 +125,14 @@ class MaterializedEngine:
                     if signal is not None and plane is not None:
                         total.add_past(r, rules.contract(signal, plane, **eqn_params))
 
+    def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
+        """The traces of some relations, by relation and group."""
+        return {
+            (r, group.index): planes
+            for r in relations
+            for group, planes in zip(self.relations[r].hidden_groups, trace[r], strict=True)
+        }
+
     def _fresh(self, factors: Factors, params: Values) -> Trace:
         """``f (x) x``, in the coordinates of the parameter where the weight varies in time."""
         result = []

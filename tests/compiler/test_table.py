@@ -307,10 +307,6 @@ def accumulate_step(graph, x, old, loss, traces, total):
                 tree_sum(part for part in pair if part is not None)
                 for pair in zip(decayed, fresh, strict=True)
             ]
-            if transition.forward_only:
-                cotangent = cotangent + sum(
-                    a * b for a, b in zip(f_planes, signal, strict=True) if a is not None
-                )
         if relation.is_static:
             ways = relation.weight_ways
             weights = {k: way([leaves[v] for v in way.param_vars]) for k, way in ways.items()}

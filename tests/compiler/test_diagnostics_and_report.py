@@ -1,0 +1,377 @@
+"""What the compiler decided and why: as records for machines, as a report for people."""
+
+import dataclasses
+import io
+import threading
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import pytest
+
+import braintrace_fast as btf
+from braintrace_fast import (
+    CompilationRecord,
+    CompilationReport,
+    ControlFlowPolicy,
+    DiagnosticKind,
+    DiagnosticLevel,
+)
+from braintrace_fast.compiler import diagnostic_context
+from braintrace_fast.compiler.diagnostics import emit
+from tests.compiler.checks import build, draw, param
+from tests.models import (
+    N_IN,
+    CondOp,
+    Counting,
+    DropConnect,
+    Lateral,
+    Leaky,
+    N,
+    Normalised,
+    PlainLeak,
+    Pooled,
+    ReadOnly,
+    Relaxing,
+    Substeps,
+    hidden,
+)
+
+INFO, WARNING, ERROR = DiagnosticLevel.INFO, DiagnosticLevel.WARNING, DiagnosticLevel.ERROR
+
+
+def compiled(make, **policy):
+    model = build(make)
+    return btf.compile_etrace_graph(
+        model, draw(N_IN), control_flow=ControlFlowPolicy(**policy) if policy else None
+    )
+
+
+# Records
+
+
+def test_levels_and_kinds_are_strings():
+    assert [level.value for level in DiagnosticLevel] == ['info', 'warning', 'error']
+    assert all(kind.value == kind.name.lower() for kind in DiagnosticKind)
+    assert str(DiagnosticKind.RELATION_INCLUDED) == 'relation_included'
+
+
+def test_a_record_has_the_fields_of_the_reference_and_does_not_change():
+    names = [field.name for field in dataclasses.fields(CompilationRecord)]
+    assert names == [
+        'kind',
+        'level',
+        'message',
+        'primitive',
+        'weight_path',
+        'hidden_paths',
+        'context',
+    ]
+    record = CompilationRecord(DiagnosticKind.WEIGHT_NOT_USED, INFO, 'why')
+    assert (record.primitive, record.weight_path, record.hidden_paths) == (None, None, ())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.message = 'other'
+
+
+def note(message):
+    emit(DiagnosticKind.WEIGHT_NOT_USED, INFO, message)
+
+
+def test_records_go_to_the_innermost_block_of_their_own_thread():
+    note('to nobody')
+    with diagnostic_context() as outer:
+        note('first')
+        with diagnostic_context() as inner:
+            note('second')
+            thread = threading.Thread(target=note, args=('elsewhere',))
+            thread.start()
+            thread.join()
+        note('third')
+    note('to nobody')
+    assert [record.message for record in outer] == ['first', 'third']
+    assert [record.message for record in inner] == ['second']
+
+
+def test_a_block_is_closed_by_an_error():
+    with diagnostic_context() as outer:
+        with pytest.raises(RuntimeError):
+            with diagnostic_context():
+                raise RuntimeError
+        note('after')
+    assert [record.message for record in outer] == ['after']
+
+
+class Second(Leaky):
+    """A second op, on a second weight."""
+
+    def __init__(self, second, shape=(N_IN, N)):
+        super().__init__()
+        self.U = param(*shape)
+        self.second = second
+
+    def drive(self, x):
+        return super().drive(x) + self.second(x, self.U.value)
+
+
+class Unused(Leaky):
+    def __init__(self):
+        super().__init__()
+        self.U = param(N, N)
+
+
+class Readout(Unused):
+    def update(self, x):
+        return btf.matmul(super().update(x), self.U.value)
+
+
+class Both(Leaky):
+    """Two states that drive each other."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.s = hidden(batch_size, N)
+
+    def leak(self, h):
+        self.s.value = 0.9 * self.s.value + 0.1 * h
+        return 0.8 * h + self.s.value
+
+
+class Coupled(brainstate.nn.Module):
+    """Two layers in a list, the second of which reads the first position by position."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [Leaky(), Leaky()]
+
+    def update(self, x):
+        first, second = self.layers
+        second.h.value = second.h.value + 0.1 * first(x)
+        return second(x)
+
+
+class External(Leaky):
+    """A counter that is no part of the module."""
+
+    def __init__(self):
+        super().__init__()
+        counter = brainstate.ShortTermState(jnp.zeros(()))
+        self.get_counter = lambda: counter
+
+    def leak(self, h):
+        self.get_counter().value += 1
+        return 0.8 * h
+
+
+@jax.custom_vjp
+def with_own_rule(x, w):
+    return btf.matmul(x, w)
+
+
+with_own_rule.defvjp(
+    lambda x, w: (with_own_rule(x, w), (x, w)),
+    lambda kept, g: (g @ kept[1].T, jnp.outer(kept[0], g)),
+)
+
+
+def long_scan(x, w):
+    return jax.lax.scan(lambda c, _: (c + btf.matmul(x, w), None), jnp.zeros(N), length=17)[0]
+
+
+def behind_cond(x, w):
+    return jax.lax.cond(x[0] > 0, lambda: btf.matmul(x, w), lambda: jnp.zeros(N))
+
+
+def partly_mixed(x, w):
+    y = btf.matmul(x, w)
+    return y + jnp.tanh(y) @ jnp.ones((N, N))
+
+
+def varying_mix(x, w):
+    """The weight is mixed by a matrix that varies in time."""
+    return btf.matmul(x, jnp.outer(x, x) @ w)
+
+
+EXCLUDE = {'etp_in_control_flow': 'exclude'}
+U = ('U',)
+# Per kind: a model, its policy, the level, the weight and the hidden states concerned.
+EMITTED = {
+    'RELATION_INCLUDED': (Leaky, {}, INFO, ('W',), (('h',),)),
+    'RELATION_EXCLUDED_NO_PARAMSTATE': (
+        lambda: Second(lambda x, w: btf.matmul(x, jnp.ones((N_IN, N)))),
+        {},
+        INFO,
+        None,
+        (),
+    ),
+    'RELATION_EXCLUDED_NON_TEMPORAL': (Readout, {}, INFO, U, ()),
+    'RELATION_EXCLUDED_SHAPE_MISMATCH': (
+        lambda: Second(lambda x, w: btf.matmul(x, w)[..., :N], (N_IN, N + 1)),
+        {},
+        WARNING,
+        U,
+        (('h',),),
+    ),
+    'RELATION_EXCLUDED_WEIGHT_TO_WEIGHT': (
+        lambda: Second(lambda x, w: btf.matmul(btf.matmul(x, w), jnp.eye(N))),
+        {},
+        WARNING,
+        U,
+        (('h',),),
+    ),
+    'RELATION_EXCLUDED_POSITION_MIXING': (Pooled, {}, WARNING, ('P',), (('h',),)),
+    'RELATION_PARTIAL_PATH': (
+        lambda: Second(partly_mixed),
+        {},
+        INFO,
+        U,
+        (('h',),),
+    ),
+    'TAIL_NOT_POSITION_WISE': (Normalised, {}, WARNING, ('W',), (('h',),)),
+    'TRANSITION_NOT_POSITION_WISE': (Lateral, {}, WARNING, None, (('h',),)),
+    'TRAINABLE_INVAR_NOT_PARAMSTATE': (
+        lambda: Second(lambda x, w: btf.matmul(x, w, jnp.ones(N))),
+        {},
+        INFO,
+        None,
+        (),
+    ),
+    'WEIGHT_WITHOUT_ETP_OP': (PlainLeak, {}, WARNING, ('a',), ()),
+    'WEIGHT_NOT_USED': (Unused, {}, INFO, U, ()),
+    'WEIGHT_VARIES_IN_TIME': (DropConnect, {}, INFO, ('W',), (('h',),)),
+    'COND_IF_CONVERTED': (CondOp, {}, INFO, None, ()),
+    'COND_CONVERSION_SKIPPED': (
+        lambda: Second(behind_cond),
+        {'cond': 'opaque', **EXCLUDE},
+        WARNING,
+        None,
+        (),
+    ),
+    'SCAN_UNROLLED': (Substeps, {}, INFO, None, ()),
+    'SCAN_UNROLL_SKIPPED': (lambda: Second(long_scan), EXCLUDE, WARNING, None, ()),
+    'CONTROL_FLOW_OPAQUE_FWD': (Relaxing, {}, INFO, None, (('h',),)),
+    'PRIMITIVE_INSIDE_CONTROL_FLOW': (lambda: Second(long_scan), EXCLUDE, WARNING, U, ()),
+    'PRIMITIVE_INSIDE_CUSTOM_RULE': (lambda: Second(with_own_rule), {}, WARNING, U, ()),
+    'HIDDEN_GROUP_MERGED': (Both, {}, INFO, None, (('h',), ('s',))),
+    'HIDDEN_COUPLING_NOT_TRACED': (
+        Coupled,
+        {},
+        INFO,
+        None,
+        (('layers', 0, 'h'), ('layers', 1, 'h')),
+    ),
+    'HIDDEN_STATE_READ_ONLY': (ReadOnly, {}, INFO, None, (('r',),)),
+    'STATE_MISMATCH': (External, {}, INFO, None, ()),
+}
+# Kinds of the reference for which the compiler raises instead.
+RAISED = {'WEIGHT_IN_WHILE'}
+
+
+def test_every_kind_has_a_model_that_shows_it():
+    assert set(EMITTED) | RAISED == {kind.name for kind in DiagnosticKind}
+
+
+@pytest.mark.parametrize('kind', EMITTED)
+def test_a_record_says_what_it_concerns(kind):
+    make, policy, level, weight, states = EMITTED[kind]
+    graph = compiled(make, **policy)
+    record = graph.explain(kind=DiagnosticKind[kind])[0]
+    assert record.level is level
+    assert record.weight_path == weight
+    assert record.hidden_paths == states
+    for path in [weight] if weight else states:
+        assert str(path) in record.message
+    if record.primitive is not None:  # what an equation is about names its line
+        assert record.message.startswith(record.context['source'])
+        assert '.py:' in record.context['source']
+
+
+def test_a_weight_mixed_by_what_varies_is_not_traced_and_says_so():
+    graph = compiled(lambda: Second(varying_mix))
+    (record,) = graph.explain(weight_path=U)
+    assert (record.kind, record.level) == (DiagnosticKind.WEIGHT_VARIES_IN_TIME, WARNING)
+    assert [relation.path for relation in graph.hidden_param_op_relations] == [('W',)]
+
+
+def test_a_model_with_nothing_to_say_has_only_information():
+    assert {record.level for record in compiled(Leaky).diagnostics} == {INFO}
+
+
+# The report
+
+
+class Full(Counting):
+    """A traced weight, one for each of three reasons not to be, and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.U, self.V, self.X = (param(N_IN, N) for _ in range(3))
+
+    def drive(self, x):
+        return super().drive(x) + x @ self.U.value
+
+    def update(self, x):
+        return super().update(x) + btf.matmul(x, self.V.value)
+
+
+@pytest.fixture(scope='module')
+def report():
+    return CompilationReport(compiled(Full))
+
+
+def test_a_report_lists_traced_weights_with_their_groups(report):
+    assert report.etrace_weights == [(('W',), [0])]
+    two = CompilationReport(compiled(Coupled))
+    assert two.etrace_weights == [(('layers', 0, 'W'), [0, 1]), (('layers', 1, 'W'), [1])]
+
+
+def test_a_report_lists_other_weights_with_the_reason(report):
+    assert report.excluded_weights == [
+        (('U',), 'weight_without_etp_op'),
+        (('V',), 'relation_excluded_non_temporal'),
+        (('X',), 'weight_not_used'),
+    ]
+
+
+def test_a_report_lists_groups_carried_states_and_records(report):
+    assert report.hidden_groups == list(report.graph.hidden_groups)
+    assert report.dynamic_states == [('count',)]
+    assert report.diagnostics == report.graph.diagnostics
+
+
+def test_counts_are_those_of_the_lists(report):
+    assert report.counts == {
+        'hidden_groups': 1,
+        'etrace_weights': 1,
+        'excluded_weights': 3,
+        'warnings': 1,
+        'errors': 0,
+    }
+    assert 'hidden_groups=1' in repr(report) and 'warnings=1' in repr(report)
+
+
+def test_the_first_level_names_every_group_state_and_weight(report):
+    text = report.to_str(1)
+    assert text == report.to_str()
+    for needed in ("('W',) -> group 0", "('U',)", "('V',)", "('X',)", "('count',)", f'({N},)'):
+        assert needed in text
+    assert '[warning]' not in text
+
+
+def test_the_second_level_adds_warnings_with_what_to_do(report):
+    text = report.to_str(2)
+    assert text.startswith(report.to_str(1))
+    assert '[warning]' in text and 'pass it through an op of this library' in text
+
+
+def test_a_report_has_two_levels(report):
+    with pytest.raises(ValueError, match='levels 1 and 2, not 3'):
+        report.to_str(3)
+
+
+def test_show_prints_the_report(report, capsys):
+    report.show()
+    assert capsys.readouterr().out == report.to_str() + '\n'
+    file = io.StringIO()
+    report.show(2, file=file)
+    assert file.getvalue() == report.to_str(2) + '\n'
+    assert capsys.readouterr().out == ''
