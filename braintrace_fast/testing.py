@@ -345,7 +345,7 @@ def finite_differences(
     Returns
     -------
     dict
-        Gradients by path, in float64; their relative error is about ``1e-8``.
+        Gradients by path, in float64; their relative error is about ``1e-7``.
 
     Raises
     ------

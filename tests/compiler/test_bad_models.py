@@ -84,6 +84,22 @@ class LongScan(Leaky):
         return jax.lax.scan(body, self.h.value, length=40)[0]
 
 
+class ChangesShape(Leaky):
+    """The state grows a batch axis in the step."""
+
+    def update(self, x):
+        super().update(x)
+        self.h.value = self.h.value[None]
+        return x
+
+
+class ChangesType(Leaky):
+    def update(self, x):
+        super().update(x)
+        self.h.value = self.h.value.astype(jnp.float32)
+        return x
+
+
 class Fails(Leaky):
     """An error of the user's own, after states have been written."""
 
@@ -120,6 +136,16 @@ BAD = [
         LongScan,
         NotImplementedError,
         ['test_bad_models.py:', "[('W',)]", 'inside a scan', 'scan_unroll_limit'],
+    ),
+    (
+        ChangesShape,
+        CompilationError,
+        ["hidden state at ('h',)", f'shape ({N},) to', f'shape (1, {N})', 'initialise it as'],
+    ),
+    (
+        ChangesType,
+        CompilationError,
+        ["hidden state at ('h',)", 'from float64', 'to float32', 'initialise it as'],
     ),
     (Fails, LookupError, ['an error of the model']),
 ]

@@ -314,6 +314,28 @@ def test_a_hidden_state_that_the_step_does_not_touch_is_in_no_group():
     assert_step_gradient_is_exact(model, evaluate(graph, x), x)
 
 
+class Refractory(Leaky):
+    """A hidden state of whole numbers, which no derivative passes."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.wait = brainstate.HiddenState(jnp.arange(N))
+
+    def leak(self, h):
+        self.wait.value = jnp.maximum(self.wait.value - 1, 0) + 3 * (h > 1)
+        return jnp.where(self.wait.value > 1, 0.5, 0.9) * h
+
+
+def test_a_hidden_state_of_whole_numbers_is_carried_only():
+    model, graph, x = compiled(Refractory)
+    assert list(graph.hid_path_to_group) == [('h',)]
+    assert graph.hidden_perturb.perturb_hidden_paths == [('h',)]
+    _, new, _, _ = graph.module_info.jaxpr_call(x)
+    true = np.maximum(model.wait.value - 1, 0) + 3 * (model.h.value > 1)
+    assert np.array_equal(new[('wait',)], true)
+    assert_step_gradient_is_exact(model, evaluate(graph, x), x)
+
+
 def test_a_step_without_arguments_compiles():
     class Free(Leaky):
         def update(self):

@@ -355,6 +355,28 @@ def test_a_weight_that_varies_in_time_is_known_as_such():
     assert_exact(model, graph, x)
 
 
+class Squared(brainstate.nn.Module):
+    """The weight is the op's input as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = param(N, N)
+
+    def init_state(self, batch_size=None, **_):
+        self.h = hidden(None, N, N)
+
+    def update(self, x):
+        self.h.value = 0.9 * self.h.value + btf.matmul(self.W.value, self.W.value)
+        return self.h.value * x[0]
+
+
+def test_a_weight_that_is_also_the_input_is_differentiated_as_both():
+    model, graph, x = compiled(Squared)
+    (relation,) = graph.hidden_param_op_relations
+    assert relation.x_var is relation.trainable_vars['weight']
+    assert_exact(model, graph, x)
+
+
 def test_units_of_weight_and_bias_are_on_their_ways():
     model, x = build(Units), draw(N_IN) * u.mV
     graph = btf.compile_etrace_graph(model, x)
