@@ -11,11 +11,15 @@ find-python = $(shell \
 			print(sys.executable)' 2>/dev/null && break; \
 	done)
 
-.PHONY: help test test-matrix lint format types wheel clean
+.PHONY: help demo test test-matrix lint format types wheel clean
 .PRECIOUS: .venv/%/.ready
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/py311/.ready ## train a spiking network online and draw it (ARGS="--seed 1" passes options)
+	@echo "==> demo: examples/delayed_match.py in .venv/py311"
+	@.venv/py311/bin/python examples/delayed_match.py --plot build/demo.png $(ARGS)
 
 test: test-py311 ## run the suite on Python 3.11 (ARGS="-k name" passes options to pytest)
 
@@ -58,6 +62,6 @@ clean: ## remove environments, builds and caches
 		exit 1; }
 	@echo "==> set-up: virtual environment .venv/$* from $(python)"
 	@"$(python)" -m venv .venv/$*
-	@echo "==> set-up: installing the library and its test extra, pinned by constraints/$*.txt"
-	@.venv/$*/bin/python -m pip install --quiet --editable '.[test]' --constraint constraints/$*.txt
+	@echo "==> set-up: installing the library with what tests and examples need, pinned by constraints/$*.txt"
+	@.venv/$*/bin/python -m pip install --quiet --editable '.[test,examples]' --constraint constraints/$*.txt
 	@touch $@

@@ -507,10 +507,9 @@ class Doubled(Leaky):
 
 
 class Masked(Leaky):
-    MASK = np.random.default_rng(5).binomial(1, 0.6, (N_IN + N, N))
-
     def weight(self):
-        return self.W.value * self.MASK
+        # Made anew in every trace: JAX keeps what an array became in the precision of the first.
+        return self.W.value * np.random.default_rng(5).binomial(1, 0.6, (N_IN + N, N))
 
 
 class Transposed(Leaky):

@@ -14,6 +14,7 @@ than one source position, or ``None`` if no derivative flows. Rules see one sour
 source axis of size above one is present in every alignment.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -132,7 +133,12 @@ def passes_derivative(eqn: JaxprEqn) -> list[bool]:
 
 def is_inexact(aval: Any) -> bool:
     """Whether values of a type can carry a derivative."""
-    return hasattr(aval, 'dtype') and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return hasattr(aval, 'dtype') and _is_inexact_type(aval.dtype)
+
+
+@functools.cache
+def _is_inexact_type(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _carried(operands: Sequence[Alignment | None]) -> list[Alignment]:

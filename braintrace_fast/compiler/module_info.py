@@ -151,6 +151,11 @@ class ModuleInfo(NamedTuple):
                     f'An input or state has shape {jnp.shape(leaf)}, but the step was compiled '
                     f'for {var.aval.shape}. Compile again with inputs of the new shape.'
                 )
+            if hasattr(leaf, 'dtype') and jax.typeof(leaf).dtype != var.aval.dtype:
+                raise TypeError(
+                    f'An input or state has type {jax.typeof(leaf).dtype}, but the step was '
+                    f'compiled for {var.aval.dtype}. Convert it, or compile again with such inputs.'
+                )
         return leaves
 
     def jaxpr_call(

@@ -373,8 +373,7 @@ class _Finder:
 
     def exclude(self, eqn: JaxprEqn, y: Var, path: Path) -> None:
         """Say why an op with trained weights reaches no hidden state position by position."""
-        hidden = [new for new in self.flow.targets if y in self.flow.of(new)]
-        hidden = [new for new in self.minfo.hidden_outvar_to_invar if new in hidden]
+        hidden = [new for new in self.minfo.hidden_outvar_to_invar if y in self.flow.of(new)]
         cuts = dict.fromkeys(cut for new in hidden for cut in self.flow.of(new)[y].cut_by)
         mixers = [self.flow.eqns[cut] for cut in cuts]
         shapes = {new.aval.shape for new in hidden if self.is_unfit(y, new, mixers)}

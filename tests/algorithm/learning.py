@@ -1,0 +1,134 @@
+"""What the tests of learners share: a learner per model, its compiled step, and its loss.
+
+The loss of a step reads the output and every hidden state, so that all signals are there. Learners
+are shared between tests, which set all states before they use one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import braintrace_fast as btf
+from braintrace_fast import testing
+from tests.models import MODELS, ModelCase
+from tests.oracles import _states, random_projection, state_values, step_function
+
+STEPS = 6
+BATCH = 2
+DECAY = (0.8, 0.9)
+ALGORITHMS: dict[str, tuple[type[btf.ETraceVjpAlgorithm], dict[str, Any]]] = {
+    'd_rtrl': (btf.D_RTRL, {}),
+    'pp_prop': (btf.pp_prop, {'decay_or_rank': DECAY}),
+}
+
+
+class Learning(NamedTuple):
+    model: brainstate.nn.Module
+    xs: Any
+    start: Any
+    learner: btf.ETraceVjpAlgorithm
+    step: Callable[[Any], Any]
+    """From the inputs of a step to gradients by path, compiled."""
+
+
+def learning(case: ModelCase, algorithm: str, **options: Any) -> Learning:
+    precision = brainstate.environ.get_precision()
+    return _learning(case.name, algorithm, precision, tuple(sorted(options.items())))
+
+
+@functools.cache
+def _learning(name: str, algorithm: str, precision: int, options: Any) -> Learning:
+    model, inputs = MODELS[name].build(BATCH)
+    xs = inputs(0, STEPS)
+    rule, defaults = ALGORITHMS[algorithm]
+    learner = rule(model, **(defaults | dict(options)))
+    learner.compile_graph(at(xs, 0))
+    loss = step_loss(model)
+
+    @brainstate.transform.jit
+    def step(x: Any) -> Any:
+        return brainstate.transform.grad(lambda: loss(learner, x), learner.param_states)()
+
+    return Learning(model, xs, state_values(model), learner, step)
+
+
+def step_loss(model: brainstate.nn.Module) -> Callable[[Any, Any], jax.Array]:
+    """The loss of a step, which calls the model or a learner of it."""
+    hidden = list(model.states(brainstate.HiddenState).values())
+
+    def loss(run: Any, x: Any) -> jax.Array:
+        output = run(x)
+        return random_projection((output, [state.value for state in hidden]))
+
+    return loss
+
+
+def at(sequences: Any, t: int) -> Any:
+    return jax.tree.map(lambda a: a[t], sequences)
+
+
+def set_states(model: brainstate.nn.Module, values: Any) -> None:
+    for kind, by_path in zip(_states(model), values, strict=True):
+        for path, state in kind.items():
+            state.value = by_path[path]
+
+
+def begin(case: Learning, values: Any = None) -> None:
+    """Set the states, from the start by default, and zero traces."""
+    set_states(case.model, case.start if values is None else values)
+    case.learner.reset_state()
+
+
+@functools.cache
+def _live_values(name: str, precision: int) -> Any:
+    """States after three steps, moved at random."""
+    model, inputs = MODELS[name].build(BATCH)
+    xs, rng = inputs(1, 3), np.random.default_rng(2)
+    values, step = state_values(model), jax.jit(step_function(model))
+    for t in range(3):
+        _, hidden, others = step(*values, at(xs, t))
+        values = values._replace(hidden=hidden, others=others)
+
+    def move(a: jax.Array) -> jax.Array:
+        return a + jnp.asarray(0.1 * rng.normal(size=a.shape), a.dtype)
+
+    return values._replace(hidden=jax.tree.map(move, values.hidden))
+
+
+def live_values(case: ModelCase) -> Any:
+    return _live_values(case.name, brainstate.environ.get_precision())
+
+
+@functools.cache
+def _oracle_of(name: str, outputs_only: bool, precision: int) -> testing.Recurrence:
+    case = MODELS[name]
+    model, inputs = case.build(BATCH)
+    loss = functools.partial(output_loss if outputs_only else step_loss(model), model)
+    return testing.Recurrence(model, inputs(0, STEPS), step_fn=loss, forward_mode=case.forward_mode)
+
+
+def recurrence_of(
+    case: ModelCase, algorithm: str, window: int | None = None, outputs_only: bool = False
+) -> testing.Gradients:
+    """The truth over the sequence from the start, in float64."""
+    oracle = _oracle_of(case.name, outputs_only, brainstate.environ.get_precision())
+    return oracle.gradient(None if algorithm == 'd_rtrl' else DECAY, window)
+
+
+def output_loss(run: Any, x: Any) -> jax.Array:
+    return random_projection(run(x))
+
+
+def check(found: Any, true: Any, rtol: float) -> None:
+    testing.compare(found, true).check(rtol)
+
+
+def add_trees(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: sum(leaves), *trees)

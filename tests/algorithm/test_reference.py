@@ -1,0 +1,372 @@
+"""Beside braintrace 0.2.6: the same gradients where it is right, and right ones where it is not.
+
+The second half is the README's table of differences, a test per row: the reference's deviation is
+reproduced, so that a change on its side is noticed, and ours is compared with the truth.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import brainpy.state as bp
+import brainstate
+import braintools
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import saiunit as u
+
+import braintrace_fast as btf
+from braintrace_fast import testing
+from tests.models import lif, parameter
+from tests.oracles import random_projection
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+N_IN, N, BATCH, STEPS = 3, 4, 2, 6
+
+
+@pytest.fixture(scope='module')
+def reference() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
+
+
+# Models that are written once for both libraries
+
+
+class Cell(brainstate.nn.Module):
+    def __init__(self, lib: ModuleType, name: str, **options: Any):
+        super().__init__()
+        self.cell = getattr(lib.nn, name)(N_IN, N, **options)
+
+    def update(self, x):
+        return self.cell(x)
+
+
+class Leaky(brainstate.nn.Module):
+    def __init__(self, lib: ModuleType):
+        super().__init__()
+        self.lib = lib
+        self.W = parameter(N_IN + N, N)
+
+    def init_state(self, batch_size=None, **_):
+        zeros = jnp.zeros((batch_size, N), brainstate.environ.dftype())
+        self.h = brainstate.HiddenState(zeros)
+
+    def weight(self):
+        return self.W.value
+
+    def drive(self, x):
+        return self.lib.matmul(jnp.concatenate([x, self.h.value], axis=-1), self.weight())
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + jnp.tanh(self.drive(x))
+        return self.h.value
+
+
+class Skip(Leaky):
+    """As MiniGRU: gate and candidate are driven by the input alone."""
+
+    def __init__(self, lib: ModuleType):
+        super().__init__(lib)
+        self.W = parameter(N_IN, N)
+        self.Z = parameter(N_IN, N)
+
+    def update(self, x):
+        z = jax.nn.sigmoid(self.lib.matmul(x, self.Z.value))
+        self.h.value = (1 - z) * self.h.value + z * self.lib.matmul(x, self.W.value)
+        return self.h.value
+
+
+class PlainReadout(Leaky):
+    def __init__(self, lib: ModuleType):
+        super().__init__(lib)
+        self.R = parameter(N, 2)
+
+    def update(self, x):
+        return super().update(x) @ self.R.value
+
+
+class ReadsOutput(Leaky):
+    def update(self, x):
+        y = self.drive(x)
+        self.h.value = 0.8 * self.h.value + jnp.tanh(y)
+        return self.h.value + y
+
+
+class Doubled(Leaky):
+    def weight(self):
+        return 2 * self.W.value
+
+
+class Masked(Leaky):
+    MASK = np.random.default_rng(5).binomial(1, 0.6, (N_IN + N, N))
+
+    def weight(self):
+        return self.W.value * self.MASK
+
+
+class Transposed(Leaky):
+    """Square, so that a gradient in the wrong coordinates has the right shape."""
+
+    def __init__(self, lib: ModuleType):
+        super().__init__(lib)
+        self.W = parameter(N, N)
+
+    def drive(self, x):
+        padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, N - N_IN)])
+        return self.lib.matmul(padded + self.h.value, self.W.value.T)
+
+
+class Checkpointed(Leaky):
+    def drive(self, x):
+        xh = jnp.concatenate([x, self.h.value], axis=-1)
+        return jax.checkpoint(self.lib.matmul)(xh, self.W.value)
+
+
+class Spiking(brainstate.nn.Module):
+    """A spiking layer; with a synapse its voltage reads the new current."""
+
+    def __init__(self, lib: ModuleType, synapse: bool):
+        super().__init__()
+        self.neu = lif(N)
+        unit = u.mS if synapse else u.mV
+        weights = braintools.init.Normal(0.5 * unit, 1.0 * unit)
+        comm = lib.nn.Linear(N_IN + N, N, weights, braintools.init.Constant(0.1 * unit))
+        if synapse:
+            self.proj = bp.AlignPostProj(
+                comm=comm, syn=bp.Expon(N, tau=0.5 * u.ms), out=bp.CUBA(), post=self.neu
+            )
+        else:
+            self.proj = bp.DeltaProj(comm=comm, post=self.neu)
+
+    def update(self, x):
+        self.proj(u.math.concatenate([x, self.neu.get_spike()], axis=-1))
+        return self.neu(0.0 * u.mA)
+
+
+MODELS = {
+    'vanilla': partial(Cell, name='ValinaRNNCell', activation='tanh'),
+    'gru': partial(Cell, name='GRUCell'),
+    'lstm': partial(Cell, name='LSTMCell'),
+    'minimal_rnn': partial(Cell, name='MinimalRNNCell'),
+    'leaky': Leaky,
+    'skip': Skip,
+    'plain_readout': PlainReadout,
+    'reads_output': ReadsOutput,
+    'doubled': Doubled,
+    'masked': Masked,
+    'transposed': Transposed,
+    'checkpoint': Checkpointed,
+    'lif': partial(Spiking, synapse=False),
+    'lif_expon': partial(Spiking, synapse=True),
+}
+RULES = {'d_rtrl': ('D_RTRL', {}), 'pp_prop': ('pp_prop', {'decay_or_rank': (0.8, 0.9)})}
+
+
+def build(lib: ModuleType, name: str, steps: int = STEPS) -> tuple[brainstate.nn.Module, Any]:
+    brainstate.random.seed(7)
+    model = MODELS[name](lib)
+    brainstate.nn.init_all_states(model, batch_size=BATCH)
+    rng = np.random.default_rng(1)
+    for state in model.states(brainstate.HiddenState).values():
+        state.value = jax.tree.map(lambda a: a + 0.3 * rng.normal(size=a.shape), state.value)
+    shape = (steps, BATCH, N_IN)
+    xs = rng.binomial(1, 0.6, shape) if 'lif' in name else rng.normal(size=shape)
+    return model, jnp.asarray(xs, brainstate.environ.dftype())
+
+
+def learner_of(lib: ModuleType, name: str, rule: str, steps: int = STEPS, **options: Any) -> Any:
+    model, xs = build(lib, name, steps)
+    cls, defaults = RULES[rule]
+    with warnings.catch_warnings():  # the reference warns of weights that it leaves out
+        warnings.simplefilter('ignore', UserWarning)
+        learner = getattr(lib, cls)(model, **(defaults | options))
+        learner.compile_graph(xs[0])
+    return learner, xs
+
+
+def gradient(lib: ModuleType, name: str, rule: str = 'd_rtrl', steps: int = STEPS) -> Any:
+    learner, xs = learner_of(lib, name, rule, steps)
+    return learner.etrace_grad(xs, step_fn=lambda x: random_projection(learner(x)), reduction='sum')
+
+
+def window_gradient(lib: ModuleType, name: str, rule: str, window: int = 2) -> Any:
+    learner, xs = learner_of(lib, name, rule, vjp_method='multi-step')
+
+    def losses(x):
+        return jax.vmap(random_projection)(learner(lib.MultiStepData(x)))
+
+    return learner.etrace_grad(xs, step_fn=losses, chunk_size=window, reduction='sum')
+
+
+def truth(name: str, steps: int = STEPS) -> Any:
+    """The recurrence of D-RTRL; with one step, the gradient of the step."""
+    model, xs = build(btf, name, steps)
+    return testing.recurrence(model, xs, step_fn=lambda x: random_projection(model(x)))
+
+
+def ratio(found: Any, true: Any) -> float:
+    """The gradient projected on the true one."""
+    found, true = flat(found), flat(true)
+    return float(found @ true / (true @ true))
+
+
+def by_name(gradients: Any) -> dict[str, Any]:
+    """Gradients by the name of the layer or parameter."""
+    return {next(k for k in path if k not in ('cell', 'proj')): g for path, g in gradients.items()}
+
+
+# Where PARITY.md says that the reference is right
+
+RIGHT_SINGLE_STEP = {
+    'vanilla': ('W',),
+    'gru': ('Wh', 'Wz'),
+    'leaky': ('W',),
+    'skip': ('W', 'Z'),
+    'lif': ('comm',),
+    'plain_readout': ('W',),
+}
+RIGHT_MULTI_STEP = {
+    'vanilla': ('W',),
+    'gru': ('Wh', 'Wz', 'Wr'),
+    'lstm': ('Wi', 'Wf', 'Wg', 'Wo'),
+    'minimal_rnn': ('phi', 'W_u'),
+    'skip': ('W', 'Z'),
+    'lif': ('comm',),
+    'lif_expon': ('comm',),
+}
+
+
+def assert_same(ours: Any, theirs: Any, names: tuple[str, ...]) -> None:
+    ours, theirs = by_name(ours), by_name(theirs)
+    chosen = {(name,): ours[name] for name in names}, {(name,): theirs[name] for name in names}
+    testing.compare(*chosen).check(rtol=1e-5)
+
+
+@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize('name', RIGHT_SINGLE_STEP)
+def test_same_gradient_where_the_reference_is_right(reference, name, rule):
+    ours, theirs = (gradient(lib, name, rule) for lib in (btf, reference))
+    assert_same(ours, theirs, RIGHT_SINGLE_STEP[name])
+
+
+@pytest.mark.parametrize('name', RIGHT_MULTI_STEP)
+def test_same_gradient_of_windows(reference, name):
+    ours, theirs = (window_gradient(lib, name, 'd_rtrl') for lib in (btf, reference))
+    assert_same(ours, theirs, RIGHT_MULTI_STEP[name])
+
+
+# The rows of the table of differences
+
+
+def step_gradients(reference: ModuleType, name: str) -> tuple[Any, Any, Any]:
+    """Ours, theirs and the true gradient of one step from a zero trace, by name."""
+    return tuple(
+        map(
+            by_name,
+            (
+                gradient(btf, name, steps=1),
+                gradient(reference, name, steps=1),
+                truth(name, steps=1),
+            ),
+        )
+    )
+
+
+def test_states_that_read_each_others_new_value_count_once(reference):
+    ours, theirs, true = step_gradients(reference, 'lif_expon')
+    assert ratio(theirs['comm'], true['comm']) == pytest.approx(2.0, rel=1e-9)
+    assert ratio(ours['comm'], true['comm']) == pytest.approx(1.0, rel=1e-12)
+    ours, theirs, true = step_gradients(reference, 'lstm')
+    for gate, deviation in {'Wi': 2.0, 'Wf': 2.0, 'Wg': 2.0, 'Wo': 1.0}.items():
+        assert ratio(theirs[gate], true[gate]) == pytest.approx(deviation, rel=1e-9)
+        assert ratio(ours[gate], true[gate]) == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize('name, weight', [('plain_readout', 'R'), ('gru', 'Wr')])
+def test_a_parameter_without_a_traced_occurrence_has_its_step_gradient(reference, name, weight):
+    ours, theirs, true = step_gradients(reference, name)
+    assert np.all(flat(theirs[weight]) == 0)
+    assert relative_error(ours[weight], true[weight]) < 1e-12
+    ours, true = by_name(gradient(btf, name)), by_name(truth(name))
+    assert relative_error(ours[weight], true[weight]) < 1e-12
+
+
+def test_an_output_that_reads_a_gate_or_y_directly_counts(reference):
+    ours, theirs, true = step_gradients(reference, 'minimal_rnn')
+    assert relative_error(theirs['phi'], true['phi']) > 0.05
+    assert relative_error(ours['phi'], true['phi']) < 1e-12
+    ours, theirs, true = step_gradients(reference, 'reads_output')
+    assert relative_error(theirs['W'], true['W']) > 0.3
+    assert relative_error(ours['W'], true['W']) < 1e-12
+
+
+def loop_gradient(lib: ModuleType, name: str) -> Any:
+    learner, xs = learner_of(lib, name, 'd_rtrl')
+
+    def loss():
+        return brainstate.transform.for_loop(lambda x: random_projection(learner(x)), xs).sum()
+
+    return brainstate.transform.grad(loss, learner.param_states)()
+
+
+def test_grad_around_a_whole_loop_is_the_same_as_per_step(reference):
+    per_step, true = gradient(reference, 'leaky'), truth('leaky')
+    assert relative_error(per_step, true) < 1e-10
+    assert relative_error(loop_gradient(reference, 'leaky'), true) > 0.1
+    assert relative_error(loop_gradient(btf, 'leaky'), true) < 1e-10
+
+
+@pytest.mark.parametrize('name', ['doubled', 'masked', 'transposed'])
+def test_a_weight_processed_before_the_op_has_the_gradient_of_the_parameter(reference, name):
+    ours, theirs, true = step_gradients(reference, name)
+    assert relative_error(theirs['W'], true['W']) > 0.1
+    assert relative_error(ours['W'], true['W']) < 1e-12
+
+
+def test_an_op_under_checkpoint_is_traced(reference):
+    ours, theirs, true = step_gradients(reference, 'checkpoint')
+    assert np.all(flat(theirs['W']) == 0)
+    assert relative_error(ours['W'], true['W']) < 1e-12
+    assert relative_error(gradient(btf, 'checkpoint'), truth('checkpoint')) < 1e-12
+
+
+def test_bias_correction_of_windows_counts_steps(reference):
+    """Two windows of three steps: the trace is read once, at the entry of the second."""
+    ours, theirs = (
+        flat(window_gradient(lib, 'leaky', 'pp_prop', window=3)) for lib in (btf, reference)
+    )
+    model, xs = build(btf, 'leaky')
+    decay = RULES['pp_prop'][1]['decay_or_rank']
+    oracle = testing.Recurrence(model, xs, step_fn=lambda x: random_projection(model(x)))
+    assert relative_error(ours, oracle.gradient(decay, window=3)) < 1e-10
+    learner, _ = learner_of(btf, 'leaky', 'pp_prop', vjp_method='multi-step')
+    without_trace = 0.0
+    for window in (xs[:3], xs[3:]):
+        learner.reset_state()
+        grads = learner.etrace_grad(
+            window,
+            step_fn=lambda x: jax.vmap(random_projection)(learner(btf.MultiStepData(x))),
+            chunk_size=3,
+            reduction='sum',
+        )
+        without_trace = without_trace + flat(grads)
+    # After three steps, but one call: the reference corrects for two.
+    deviation = (1 - decay[1] ** 3) / (1 - decay[1] ** 2)
+    assert ratio(theirs - without_trace, ours - without_trace) == pytest.approx(deviation)
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def relative_error(found: Any, true: Any) -> float:
+    found, true = flat(found), flat(true)
+    return float(np.linalg.norm(found - true) / np.linalg.norm(true))

@@ -1,0 +1,175 @@
+"""Every learner on every model of the table, against the step's own gradient and the recurrence."""
+
+import functools
+from functools import partial
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace_fast as btf
+from braintrace_fast import testing
+from tests.algorithm.learning import (
+    ALGORITHMS,
+    BATCH,
+    STEPS,
+    add_trees,
+    at,
+    begin,
+    check,
+    learning,
+    live_values,
+    output_loss,
+    recurrence_of,
+)
+from tests.models import MODELS
+from tests.oracles import random_projection, step_function
+
+# By module: all tests of a model in a row, so that a worker compiles it once.
+every_model = pytest.mark.parametrize('case', MODELS.values(), ids=MODELS, scope='module')
+every_algorithm = pytest.mark.parametrize('algorithm', ALGORITHMS)
+
+
+def some_models(*names):
+    return pytest.mark.parametrize('case', [MODELS[n] for n in names], ids=names)
+
+
+@functools.cache
+def gradient_of_step(name, precision):
+    """``jax.grad`` of the step from a live state: its parameters, by path."""
+    case = MODELS[name]
+    model, inputs = case.build(BATCH)
+    values, x = live_values(case), at(inputs(3, 1), 0)
+    step = step_function(model)
+    paths = list(model.states(brainstate.HiddenState))
+
+    def loss(params):
+        out, hidden, _ = step(params, values.hidden, values.others, x)
+        return random_projection((out, [hidden[path] for path in paths]))
+
+    differentiate = jax.jacfwd if case.forward_mode else jax.grad
+    return x, jax.jit(differentiate(loss))(values.params)
+
+
+@every_algorithm
+@every_model
+def test_one_step_from_a_zero_trace_gives_the_gradient_of_the_step(case, algorithm, x64):
+    learned = learning(case, algorithm)
+    x, true = gradient_of_step(case.name, 64)
+    begin(learned, live_values(case))
+    check(learned.step(x), true, rtol=1e-10)
+
+
+@every_algorithm
+@some_models('gru', 'lif_expon', 'units')
+def test_one_step_in_float32_gives_the_gradient_of_the_step_up_to_rounding(case, algorithm):
+    learned = learning(case, algorithm)
+    x, true = gradient_of_step(case.name, 32)
+    begin(learned, live_values(case))
+    check(learned.step(x), true, rtol=2e-6)
+
+
+def skip_if_positions_mix(case):
+    if case.expected.mixing_transitions or case.expected.mixing_tails:
+        pytest.skip('the oracle does not cut what mixes positions without an op')
+
+
+@every_algorithm
+@every_model
+def test_a_sequence_gives_the_gradient_of_the_recurrence(case, algorithm, x64):
+    skip_if_positions_mix(case)
+    learned = learning(case, algorithm)
+    begin(learned)
+    found = add_trees([learned.step(at(learned.xs, t)) for t in range(STEPS)])
+    check(found, recurrence_of(case, algorithm), rtol=1e-10)
+
+
+@every_algorithm
+@some_models('lstm', 'lif_expon')
+def test_a_sequence_in_float32_gives_the_recurrence_up_to_rounding(case, algorithm):
+    learned = learning(case, algorithm)
+    begin(learned)
+    found = add_trees([learned.step(at(learned.xs, t)) for t in range(STEPS)])
+    check(found, recurrence_of(case, algorithm), rtol=2e-5)
+
+
+SOME = ('lstm', 'minimal_rnn', 'alif_expon', 'hidden_group_state', 'units', 'learned_leak')
+
+
+@every_algorithm
+@some_models(*SOME, 'two_layers', 'masked_weight')
+def test_windows_give_the_gradient_of_the_window_and_the_trace_before_it(case, algorithm, x64):
+    learned = learning(case, algorithm, vjp_method='multi-step')
+    begin(learned)
+
+    def losses(x):
+        return jax.vmap(random_projection)(learned.learner(btf.MultiStepData(x)))
+
+    found = learned.learner.etrace_grad(learned.xs, step_fn=losses, chunk_size=2, reduction='sum')
+    check(found, recurrence_of(case, algorithm, window=2, outputs_only=True), rtol=1e-10)
+
+
+@every_algorithm
+@some_models(*SOME)
+def test_a_mapped_model_learns_as_one_written_for_a_batch(case, algorithm, x64):
+    xs = case.build(BATCH)[1](0, STEPS)
+    model, _ = case.build(None)
+    options = ALGORITHMS[algorithm][1]
+    learner = btf.compile(model, algorithm, at(xs, 0), batch_size=BATCH, vmap=True, **options)
+    found = learner.etrace_grad(xs, step_fn=partial(output_loss, learner), reduction='sum')
+    path_of = {id(state): path for path, state in model.states(brainstate.ParamState).items()}
+    found = {path_of[id(learner.param_states[path])]: g for path, g in found.items()}
+    check(found, recurrence_of(case, algorithm, outputs_only=True), rtol=1e-10)
+
+
+@some_models('gru', 'lif_expon')
+def test_gradients_of_an_unbatched_model_are_right_too(case, x64):
+    model, inputs = case.build(None)
+    xs = inputs(0, STEPS)
+    true = testing.recurrence(model, xs, step_fn=partial(output_loss, model))
+    learner = btf.D_RTRL(model)
+    learner.compile_graph(at(xs, 0))
+    found = learner.etrace_grad(xs, step_fn=partial(output_loss, learner), reduction='sum')
+    check(found, true, rtol=1e-10)
+
+
+# Position-wise recurrence only, and a readout without memory: D-RTRL is exact.
+
+
+class Chain(brainstate.nn.Module):
+    """Leaky states in a row, each reading the new value of the one before; the op reads ``x``."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.W = brainstate.ParamState(brainstate.random.normal(size=(3, 4)))
+        self.a = brainstate.ParamState(brainstate.random.normal(size=(4,)))
+        self.R = brainstate.ParamState(brainstate.random.normal(size=(4, 2)))
+
+    def init_state(self, batch_size=None, **_):
+        zeros = jnp.zeros((batch_size, 4), brainstate.environ.dftype())
+        for s in range(self.size):
+            setattr(self, f'h{s}', brainstate.HiddenState(zeros))
+
+    def update(self, x):
+        signal = btf.matmul(x, self.W.value)
+        leak = btf.element_wise(self.a.value, weight_fn=jax.nn.sigmoid)
+        last = getattr(self, f'h{self.size - 1}').value
+        for s in range(self.size):
+            state = getattr(self, f'h{s}')
+            state.value = leak * state.value + jnp.tanh(signal) - 0.1 * last
+            signal = state.value
+        return signal @ self.R.value
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 4])
+def test_d_rtrl_equals_bptt_where_recurrence_is_position_wise(size, x64):
+    model = Chain(size)
+    learner = btf.compile(model, 'd_rtrl', jnp.ones((BATCH, 3)), batch_size=BATCH)
+    assert [group.num_state for group in learner.graph.hidden_groups] == [size]
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(8, BATCH, 3)))
+    true = testing.bptt(model, xs, step_fn=lambda x: jnp.sum(model(x) ** 2))
+    found = learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2), reduction='sum')
+    check(found, true, rtol=1e-10)
