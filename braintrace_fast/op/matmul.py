@@ -34,7 +34,8 @@ def _weight_vjp(
     gradients = {'weight': jnp.tensordot(x, cotangent, (leading, leading), precision=precision)}
     if has_bias:
         gradients['bias'] = cotangent.sum(leading)
-    return {key: value.astype(weights[key].dtype) for key, value in gradients.items()}
+    # A bias that is no parameter has no entry among the weights.
+    return {key: gradients[key].astype(weight.dtype) for key, weight in weights.items()}
 
 
 def _outer(x: jax.Array, plane: jax.Array, *, has_bias: bool, **_: Any) -> Weights:
