@@ -25,6 +25,7 @@ from .._compat import (
     jaxprs_in_params,
     new_var,
     open_jaxpr,
+    rewire,
     scan_split,
     source_line,
     struct,
@@ -87,7 +88,7 @@ class ControlFlowPolicy:
 
 def _inside(eqn: JaxprEqn, test: Callable[[JaxprEqn], bool]) -> bool:
     """Whether an equation inside an equation's parameters, at any depth, passes a test."""
-    return any(
+    return bool(eqn.params) and any(
         test(inner) or _inside(inner, test)
         for sub in jaxprs_in_params(eqn.params)
         for inner in open_jaxpr(sub)[0].eqns
@@ -165,7 +166,7 @@ class _Flattener:
             if rename:
                 outvars = [v if isinstance(v, DropVar) else new_var(v.aval) for v in outvars]
                 env.update(zip(eqn.outvars, outvars, strict=True))
-            self.eqns.append(eqn.replace(invars=operands, outvars=outvars))
+            self.eqns.append(rewire(eqn, operands, outvars))
 
     def inline(self, closed: Any, operands: Sequence[Atom]) -> list[Atom]:
         jaxpr, consts = open_jaxpr(closed)
