@@ -32,6 +32,7 @@ __all__ = [
     'Only',
     'Outcome',
     'align_results',
+    'always_mixes',
     'forget_indices',
     'identity_alignment',
     'is_element_wise',
@@ -110,7 +111,7 @@ def align_results(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[O
         outcomes: list[Outcome] = [_elementwise(eqn, operands)]
     elif name in _NO_DERIVATIVE:
         outcomes = [None] * len(eqn.outvars)
-    elif name in _MIXING or _cuts(eqn.primitive):
+    elif always_mixes(eqn):
         outcomes = [MIXED] * len(eqn.outvars)
     elif name in _RULES:
         outcomes = _RULES[name](eqn, operands)
@@ -122,8 +123,10 @@ def align_results(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[O
     ]
 
 
-def _cuts(primitive: Any) -> bool:
-    return isinstance(primitive, ETPPrimitive) and not primitive.gradient_enabled
+def always_mixes(eqn: JaxprEqn) -> bool:
+    """Whether an equation mixes positions whatever its operands; an ETP op is cut by design."""
+    op = eqn.primitive
+    return op.name in _MIXING or (isinstance(op, ETPPrimitive) and not op.gradient_enabled)
 
 
 def passes_derivative(eqn: JaxprEqn) -> list[bool]:

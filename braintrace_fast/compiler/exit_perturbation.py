@@ -8,7 +8,7 @@
   operations that mix positions on the way to a hidden state are not followed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -211,18 +211,17 @@ class _Rewriter:
 
     def same(self, v: Var, world: World) -> World:
         """The smallest world in which a variable has the same value."""
-        if not world:
-            return OUTSIDE
-        if v not in self.worlds:
+        seen = self.worlds.get(v)
+        if seen is None:
             own = self.group_of.get(v, OUTSIDE) | (OLD if v in self.past_new else OUTSIDE)
-            self.worlds[v] = own | self.reached_groups(v)
-        return world & self.worlds[v]
+            seen = self.worlds[v] = own | self.reached_groups(v)
+        return world & seen
 
     def inner(self, v: Var, world: World) -> World:
         """The world in which the equation of a variable is evaluated for a world."""
-        if v in self.past_new:
-            return self.same(v, world)
-        return ((world | self.group_of.get(v, OUTSIDE)) & self.reached_groups(v)) | OLD
+        if v in self.group_of:
+            return ((world | self.group_of[v]) & self.reached_groups(v)) | OLD
+        return self.same(v, world) | (OUTSIDE if v in self.past_new else OLD)
 
     def plan(
         self, outputs: Sequence[Atom], values: Sequence[Atom]
@@ -251,25 +250,20 @@ class _Rewriter:
             if not any(self.flow.passes[index]):
                 anywhere.update(v for _, v in operands)
                 continue
+            detached = self.flow.detached.get(index, ())
             for world in planned[-1][1]:
                 for place, v in operands:
-                    seen = self.same(v, self.operand_world(index, place, world))
+                    seen = self.same(v, _seen_by(place, detached, world))
                     needed.setdefault(v, set()).add(seen)
         return planned[::-1]
-
-    def operand_world(self, index: int, place: int, world: World) -> World:
-        """The world from which an equation that is differentiated takes an operand."""
-        # A detached operand sees new states from outside: D does not contain the path.
-        detached = self.flow.detached.get(index, ())
-        return world & OLD if place in detached else world
 
     def evaluate(self, index: int, world: World, keep_names: bool) -> None:
         eqn = self.flow.eqns[index]
         constants = self.constant_operands(eqn)
         if any(self.flow.passes[index]):
+            detached = self.flow.detached.get(index, ())
             operands = [
-                self.copy(v, self.operand_world(index, place, world))
-                for place, v in enumerate(eqn.invars)
+                self.copy(v, _seen_by(place, detached, world)) for place, v in enumerate(eqn.invars)
             ]
         else:
             operands = [self.any_copy(v) for v in eqn.invars]
@@ -328,3 +322,11 @@ class _Rewriter:
         result = new_var(one.aval)
         self.eqns.append(single_equation(lax.add, [one, other], result))
         return result
+
+
+def _seen_by(place: int, detached: Container[int], world: World) -> World:
+    """The world from which a differentiated equation takes an operand.
+
+    A detached operand sees new states from outside: ``D`` does not contain the path.
+    """
+    return world & OLD if place in detached else world

@@ -16,6 +16,7 @@ from .alignment import (
     Only,
     Outcome,
     align_results,
+    always_mixes,
     forget_indices,
     identity_alignment,
     is_element_wise,
@@ -177,6 +178,8 @@ class Flow:
         detached: frozenset[int] = frozenset()
         while True:
             outcomes = _Outcomes(eqn, inputs, sources, detached)
+            if not any(MIXED in found for found in outcomes.values()) or always_mixes(eqn):
+                break
             moved = self._moving_operands(eqn, inputs, outcomes, detached)
             if moved:
                 detached |= moved

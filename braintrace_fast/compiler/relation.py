@@ -419,6 +419,8 @@ class _Finder:
 
     def look_inside(self, eqn: JaxprEqn) -> None:
         """Refuse, or explain, an op or a weight inside an equation that was not opened."""
+        if not eqn.params:
+            return
         trained = [self.ways.is_trained(v) for v in eqn.invars]
         if not any(trained):
             return
