@@ -11,10 +11,10 @@ from .._typing import Path
 from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph
 from ..errors import NotSupportedError
 from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
-from ..runtime.factors import Values
+from ..runtime.factors import Entry, Values
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window
-from .sequence import SequenceDriverMixin
+from .sequence import Recorder, SequenceDriverMixin
 
 __all__ = ['ETraceAlgorithm', 'ETraceVjpAlgorithm', 'EligibilityTrace', 'Engine']
 
@@ -29,13 +29,13 @@ class Engine(Protocol):
     def init(self, factors: Any) -> Any:
         """A zero trace."""
 
-    def advance(self, trace: Any, factors: Any, params: Values, step: jax.Array) -> Any:
+    def advance(self, entry: Entry, factors: Any, params: Values, step: jax.Array) -> Any:
         """The trace after a step."""
 
     def gradients(
         self,
         total: GradientSum,
-        trace: Any,
+        entry: Entry,
         factors: Any,
         signals: Any,
         params: Values,
@@ -43,8 +43,21 @@ class Engine(Protocol):
     ) -> None:
         """Add the gradient of a step, given the trace before it."""
 
-    def entry_gradients(self, total: GradientSum, trace: Any, entry: Any, step: jax.Array) -> None:
+    def entry_gradients(
+        self, total: GradientSum, entry: Entry, signals: Any, step: jax.Array
+    ) -> None:
         """Add the gradient of a window by the states that it started from."""
+
+    def window(
+        self,
+        total: GradientSum | None,
+        entry: Entry | None,
+        factors: Any,
+        signals: Any,
+        step: jax.Array,
+        carry: bool,
+    ) -> Any:
+        """Add the gradient of K steps at once, and carry the trace past them."""
 
     def trace_of(self, trace: Any, relations: list[int]) -> Any:
         """The part of a trace that belongs to some relations, for people to look at."""
@@ -156,6 +169,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         super().__init__(model, executor, name)
         self.vjp_method = vjp_method
         self.calls = 0
+        self.recorder: Recorder | None = None
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine of this learning rule."""
@@ -186,11 +200,27 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         values = self.graph_executor.values()
         *_, factors = jax.eval_shape(lambda: runner.run(single_step(args), *values))
         self.trace = EligibilityTrace(self.engine.init(factors))
+        self.trace_is_live = brainstate.ShortTermState(jnp.zeros((), bool))
+
+    @property
+    def own_states(self) -> list[brainstate.State]:
+        """The states that belong to the learner and not to the model."""
+        return [self.trace, self.trace_is_live, self.running_index]
+
+    def _runs_in_windows(self) -> bool:
+        """Whether sequences are learned in windows, with the trace touched once in each."""
+        relations = self.graph.hidden_param_op_relations
+        return self.vjp_method == 'single-step' and all(r.is_static for r in relations)
+
+    def forget(self) -> None:
+        """Take the trace for zero from here on; what it holds is not touched."""
+        self.running_index.value = jnp.zeros((), jnp.int32)
+        self.trace_is_live.value = jnp.zeros((), bool)
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Set the trace and the step counter to zero."""
         self._check_compiled()
-        self.running_index.value = jnp.zeros((), jnp.int32)
+        self.forget()
         self.trace.value = jax.tree.map(jnp.zeros_like, self.trace.value)
 
     def get_etrace_of(self, weight: brainstate.ParamState | Path) -> Any:
@@ -226,7 +256,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if not found:
             traced = [p for p, _ in self.report.etrace_weights]
             raise ValueError(f'There is no trace of {path}; the traced weights are {traced}.')
-        return self.engine.trace_of(self.trace.value, found)
+        live = self.trace_is_live.value
+        trace = jax.tree.map(lambda a: jnp.where(live, a, jnp.zeros_like(a)), self.trace.value)
+        return self.engine.trace_of(trace, found)
 
     def update(self, *args: Any) -> Any:
         """Run one step, or a window, of the model and of the trace.
@@ -243,6 +275,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """
         self._check_compiled()
         self.calls += 1
+        if self.recorder is not None:
+            return self._recorded_step(self.recorder, single_step(args))
         executor = self.graph_executor
         params, hidden, others = executor.values()
         run, num_steps = self._single_step, 1
@@ -250,15 +284,32 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             run, num_steps = self._window, _window_length(args)
         else:
             args = single_step(args)
+        entry = Entry(self.trace.value, self.trace_is_live.value)
         out, hidden, others, trace = run(
-            args, params, hidden, others, self.trace.value, self.running_index.value
+            args, params, hidden, others, entry, self.running_index.value
         )
-        states = executor.states
-        for path, value in (*hidden.items(), *others.items()):
-            states[path].value = value
+        self._write_states(hidden, others)
         self.trace.value = trace
+        self.trace_is_live.value = jnp.ones((), bool)
         self.running_index.value = self.running_index.value + num_steps
         return out
+
+    def _recorded_step(self, recorder: Recorder, args: Any) -> Any:
+        """Run a step of the model, and leave the trace to the end of the window."""
+        values = self.graph_executor.values()
+        runner = self.graph_executor.runner
+        if recorder.zeros is None:
+            out, hidden, others, recorder.factors = runner.run(args, *values)
+        else:
+            results, recorder.factors = runner.run_perturbed(args, *values, recorder.zeros)
+            out, hidden, others = results
+        self._write_states(hidden, others)
+        return out
+
+    def _write_states(self, hidden: Values, others: Values) -> None:
+        states = self.graph_executor.states
+        for path, value in (*hidden.items(), *others.items()):
+            states[path].value = value
 
     def _check_compiled(self) -> None:
         if not self.is_compiled:
@@ -272,23 +323,23 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         @jax.custom_vjp
         def step(
-            args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
+            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
         ) -> Any:
             out, hidden, others, factors = runner.run(args, params, hidden, others)
-            return out, hidden, others, engine.advance(trace, factors, params, t)
+            return out, hidden, others, engine.advance(entry, factors, params, t)
 
         def forward(
-            args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
+            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
         ) -> Any:
             results, vjp, factors = runner.run_with_vjp(args, params, hidden, others)
-            new_trace = engine.advance(trace, factors, params, t)
-            return (*results, new_trace), (vjp, factors, params, trace, t)
+            new_trace = engine.advance(entry, factors, params, t)
+            return (*results, new_trace), (vjp, factors, params, entry, t)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            vjp, factors, params, trace, t = residuals
+            vjp, factors, params, entry, t = residuals
             ct_args, ct_params, signals = runner.signals(vjp, cotangents[:3])
             total = GradientSum(graph, params, ct_params)
-            engine.gradients(total, trace, factors, signals, params, t)
+            engine.gradients(total, entry, factors, signals, params, t)
             return ct_args, total.result(), None, None, None, None
 
         step.defvjp(forward, backward)
@@ -298,23 +349,23 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         runner, engine, graph = self.graph_executor.runner, self.engine, self.graph
 
         def run(
-            args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
+            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
         ) -> Any:
             sequences, at_step = split_window(args)
 
             def body(carry: Any, slices: Any) -> Any:
-                hidden, others, trace, t = carry
+                hidden, others, entry, t = carry
                 out, hidden, others, factors = runner.run(at_step(slices), params, hidden, others)
-                trace = engine.advance(trace, factors, lax.stop_gradient(params), t)
-                return (hidden, others, trace, t + 1), out
+                trace = engine.advance(entry, factors, lax.stop_gradient(params), t)
+                return (hidden, others, Entry(trace, jnp.ones_like(entry.live)), t + 1), out
 
-            (hidden, others, trace, _), out = lax.scan(body, (hidden, others, trace, t), sequences)
-            return out, hidden, others, trace
+            (hidden, others, entry, _), out = lax.scan(body, (hidden, others, entry, t), sequences)
+            return out, hidden, others, entry.trace
 
         window = jax.custom_vjp(run)
 
         def forward(
-            args: Any, params: Values, hidden: Values, others: Values, trace: Any, t: Any
+            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
         ) -> Any:
             if self.vjp_method != 'multi-step':
                 raise NotImplementedError(
@@ -323,17 +374,17 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 )
 
             def main(args: Any, params: Values, hidden: Values) -> Any:
-                *results, new_trace = run(args, params, hidden, others, trace, t)
+                *results, new_trace = run(args, params, hidden, others, entry, t)
                 return tuple(results), new_trace
 
             results, vjp, new_trace = jax.vjp(main, args, params, hidden, has_aux=True)
-            return (*results, new_trace), (vjp, params, trace, t)
+            return (*results, new_trace), (vjp, params, entry, t)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            vjp, params, trace, t = residuals
+            vjp, params, entry, t = residuals
             ct_args, ct_params, ct_hidden = vjp(cotangents[:3])
             total = GradientSum(graph, params, ct_params)
-            engine.entry_gradients(total, trace, runner.entry_planes(ct_hidden), t - 1)
+            engine.entry_gradients(total, entry, runner.entry_planes(ct_hidden), t - 1)
             return ct_args, total.result(), None, None, None, None
 
         window.defvjp(forward, backward)

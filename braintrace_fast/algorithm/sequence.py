@@ -2,16 +2,51 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
 from .._typing import PyTree
+from ..runtime.factors import Entry, Factors, Zeros
+from ..runtime.fission import stateful_loop
+from ..runtime.gradient import GradientSum
 from ..runtime.input_data import MultiStepData, SingleStepData
 
-__all__ = ['SequenceDriverMixin']
+__all__ = ['Recorder', 'SequenceDriverMixin', 'Windows']
+
+
+class Recorder:
+    """Collects the factors of one step while a window is recorded.
+
+    With ``zeros``, the step is perturbed by them, so that their cotangents are its signals.
+    """
+
+    def __init__(self, zeros: Zeros | None = None) -> None:
+        self.zeros = zeros
+        self.factors: Factors | None = None
+
+
+class Windows(NamedTuple):
+    """How sequences are cut into windows.
+
+    Attributes
+    ----------
+    every : int
+        The number of steps of a window.
+    fresh : bool
+        Whether to start and end with a trace of zeros.
+    carry : bool
+        Whether a trace passes from window to window.
+    pbar : optional
+        A progress bar over the windows.
+    """
+
+    every: int
+    fresh: bool
+    carry: bool
+    pbar: Any
 
 
 class SequenceDriverMixin:
@@ -20,6 +55,15 @@ class SequenceDriverMixin:
     calls: int
     vjp_method: str
     param_states: Any
+    graph: Any
+    graph_executor: Any
+    engine: Any
+    trace: Any
+    trace_is_live: Any
+    running_index: Any
+    recorder: Recorder | None
+    forget: Callable[[], None]
+    _runs_in_windows: Callable[[], bool]
 
     def etrace_grad(
         self,
@@ -34,6 +78,8 @@ class SequenceDriverMixin:
         return_value: bool = False,
         check_finite: bool = False,
         pbar: Any = None,
+        trace: str = 'carry',
+        trace_every: int | None = None,
     ) -> Any:
         """Accumulate the online gradient over sequences.
 
@@ -63,7 +109,15 @@ class SequenceDriverMixin:
             Whether to refuse losses and gradients that are not finite. Not for use inside a
             transformation, where values are not known.
         pbar : optional
-            A progress bar, as brainstate's loops take it.
+            A progress bar, as brainstate's loops take it; it counts windows of ``trace_every``
+            steps.
+        trace : {'carry', 'fresh'}
+            ``'carry'`` goes on from the learner's trace and leaves the one after the last step.
+            ``'fresh'`` is for sequences that have nothing to do with those before: it starts and
+            ends with a trace of zeros, and builds none if there is one window.
+        trace_every : int, optional
+            How many steps to run between two updates of the trace; the gradient is the same for
+            any number. By default it is chosen from the memory that a step takes.
 
         Returns
         -------
@@ -77,6 +131,7 @@ class SequenceDriverMixin:
             )
         _check_choice('reduction', reduction, ('mean', 'sum'))
         _check_choice('loss_output', loss_output, ('per_step', 'masked', 'scalar'))
+        _check_choice('trace', trace, ('carry', 'fresh'))
         length = _common_length(sequences)
         chunk = self._check_chunk(chunk_size, length, for_grad=True)
         mask = jnp.ones(length) if mask is None else jnp.asarray(mask)
@@ -87,27 +142,29 @@ class SequenceDriverMixin:
         states = self.param_states if weights is None else weights
         expected = () if chunk is None else (chunk,)
 
-        def step_gradient(slices: Any, weight: jax.Array) -> Any:
-            def objective() -> Any:
-                result = self._call_once(step_fn, slices)
-                loss, aux = result if has_aux else (result, None)
-                if jnp.shape(loss) != expected:
-                    raise ValueError(
-                        f'step_fn returned a loss of shape {jnp.shape(loss)}, expected {expected}: '
-                        + ('one loss per step of the window.' if chunk else 'a scalar.')
-                    )
-                return jnp.sum(loss * weight), (loss, aux)
+        def objective(slices: Any, weight: jax.Array) -> Any:
+            result = self._call_once(step_fn, slices)
+            loss, aux = result if has_aux else (result, None)
+            if jnp.shape(loss) != expected:
+                raise ValueError(
+                    f'step_fn returned a loss of shape {jnp.shape(loss)}, expected {expected}: '
+                    + ('one loss per step of the window.' if chunk else 'a scalar.')
+                )
+            return jnp.sum(loss * weight), (loss, aux)
 
-            return brainstate.transform.grad(objective, states, has_aux=True)()
-
-        def body(total: Any, inputs: Any) -> Any:
-            grads, (loss, aux) = step_gradient(*inputs)
-            return jax.tree.map(jnp.add, total, grads), (loss, aux)
-
-        zeros = jax.tree.map(jnp.zeros_like, {path: s.value for path, s in states.items()})
-        inputs = _in_chunks((sequences, mask), chunk)
         with _unchanged_on_error(self):
-            grads, (losses, aux) = brainstate.transform.scan(body, zeros, inputs, pbar=pbar)
+            if self._runs_in_windows():
+                windows = self._windows(length, trace, trace_every, pbar)
+                grads, (losses, aux) = self._windows_gradient(
+                    objective, states, (sequences, mask), windows
+                )
+            else:
+                if trace == 'fresh':
+                    self.forget()
+                inputs = _in_chunks((sequences, mask), chunk)
+                grads, (losses, aux) = _accumulate(objective, states, inputs, pbar)
+                if trace == 'fresh':
+                    self.forget()
             losses = losses.reshape(length)
             if check_finite:
                 _check_finite(losses, grads)
@@ -128,6 +185,7 @@ class SequenceDriverMixin:
         chunk_size: int | None = None,
         return_outputs: bool = False,
         pbar: Any = None,
+        trace_every: int | None = None,
     ) -> Any:
         """Advance the model and the trace over sequences, without a gradient.
 
@@ -142,13 +200,15 @@ class SequenceDriverMixin:
         return_outputs : bool
             Whether to return what the calls returned, stacked.
         pbar : optional
-            A progress bar, as brainstate's loops take it.
+            A progress bar, as in :meth:`etrace_grad`.
+        trace_every : int, optional
+            How many steps to run between two updates of the trace.
         """
         self._check_compiled()  # type: ignore[attr-defined]
         length = _common_length(sequences)
         chunk = self._check_chunk(chunk_size, length, for_grad=False)
 
-        def body(slices: Any) -> Any:
+        def call(*slices: Any) -> Any:
             if step_fn is not None:
                 out = self._call_once(step_fn, slices)
             elif chunk is None:
@@ -157,10 +217,121 @@ class SequenceDriverMixin:
                 out = self(*map(MultiStepData, slices))  # type: ignore[operator]
             return out if return_outputs else None
 
-        inputs = _in_chunks(sequences, chunk)
         with _unchanged_on_error(self):
-            outputs = brainstate.transform.for_loop(body, inputs, pbar=pbar)
+            if self._runs_in_windows() and chunk is None:
+                windows = self._windows(length, 'carry', trace_every, pbar)
+                outputs = self._evolve_windows(call, sequences, windows)
+            else:
+                inputs = _in_chunks(sequences, chunk)
+                outputs = brainstate.transform.for_loop(lambda s: call(*s), inputs, pbar=pbar)
         return outputs if return_outputs else None
+
+    def _windows_gradient(
+        self,
+        objective: Callable[..., Any],
+        states: Any,
+        inputs: tuple[PyTree, jax.Array],
+        windows: Windows,
+    ) -> tuple[Any, Any]:
+        """Gradients over sequences, with the trace read and written once per window."""
+        runner = self.graph_executor.runner
+        own = {id(state): path for path, state in self.param_states.items()}
+        keys = {own[id(state)]: key for key, state in states.items() if id(state) in own}
+
+        def step(slices: Any, weight: jax.Array) -> Any:
+            def recorded(zeros: Zeros) -> Any:
+                with self._recording(Recorder(zeros)) as recorder:
+                    value, outputs = objective(slices, weight)
+                return value, (outputs, recorder.factors)
+
+            gradient = brainstate.transform.grad(recorded, states, argnums=0, has_aux=True)
+            (grads, cotangents), (outputs, factors) = gradient(runner.zeros())
+            return (outputs, (factors, runner.as_signals(cotangents))), grads
+
+        def window(total: Any, entry: Entry | None, index: Any, inputs: Any) -> Any:
+            (outputs, (factors, signals)), grads = stateful_loop(step, inputs)
+            params, _, _ = self.graph_executor.values()
+            traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
+            trace = self.engine.window(traced, entry, factors, signals, index, windows.carry)
+            total = jax.tree.map(jnp.add, total, grads)
+            for path, gradient in traced.result().items():
+                if path in keys:
+                    key = keys[path]
+                    total[key] = jax.tree.map(jnp.add, total[key], gradient)
+            return total, trace, outputs
+
+        zeros = jax.tree.map(jnp.zeros_like, {key: s.value for key, s in states.items()})
+        return self._run_windows(window, zeros, inputs, windows)
+
+    def _evolve_windows(
+        self, call: Callable[..., Any], sequences: tuple[PyTree, ...], windows: Windows
+    ) -> Any:
+        def step(*slices: Any) -> Any:
+            with self._recording(Recorder()) as recorder:
+                out = call(*slices)
+            return (out, recorder.factors), ()
+
+        def window(total: Any, entry: Entry | None, index: Any, inputs: Any) -> Any:
+            (outputs, factors), _ = stateful_loop(step, inputs)
+            trace = self.engine.window(None, entry, factors, None, index, windows.carry)
+            return total, trace, outputs
+
+        return self._run_windows(window, (), sequences, windows)[1]
+
+    def _run_windows(
+        self, window: Callable[..., Any], total: Any, inputs: PyTree, windows: Windows
+    ) -> tuple[Any, Any]:
+        """Run windows one after the other; the last may be shorter."""
+        every, length = windows.every, _length(inputs)
+        whole = length - length % every
+        index = jnp.zeros((), jnp.int32) if windows.fresh else self.running_index.value
+        entry = None
+        if windows.carry:
+            live = jnp.zeros((), bool) if windows.fresh else self.trace_is_live.value
+            entry = Entry(self.trace.value, live)
+
+        def body(carry: Any, inputs: Any) -> Any:
+            total, entry, index = carry
+            total, trace, outputs = window(total, entry, index, inputs)
+            entry = Entry(trace, jnp.ones((), bool)) if windows.carry else None
+            return (total, entry, index + _length(inputs)), outputs
+
+        carry: Any = (total, entry, index)
+        outputs = []
+        if whole == every:
+            carry, out = body(carry, jax.tree.map(lambda a: a[:every], inputs))
+            outputs.append(out)
+        elif whole:
+            chunks = _in_chunks(jax.tree.map(lambda a: a[:whole], inputs), every)
+            carry, out = brainstate.transform.scan(body, carry, chunks, pbar=windows.pbar)
+            outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out))
+        if whole < length:
+            carry, out = body(carry, jax.tree.map(lambda a: a[whole:], inputs))
+            outputs.append(out)
+        total, entry, index = carry
+        if windows.fresh or entry is None:
+            self.forget()
+        else:
+            self.trace.value, self.trace_is_live.value = entry
+            self.running_index.value = index
+        return total, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+
+    @contextlib.contextmanager
+    def _recording(self, recorder: Recorder) -> Iterator[Recorder]:
+        self.recorder = recorder
+        try:
+            yield recorder
+        finally:
+            self.recorder = None
+
+    def _windows(self, length: int, trace: str, trace_every: int | None, pbar: Any) -> Windows:
+        every = length if trace_every is None else trace_every
+        if isinstance(every, bool) or not isinstance(every, int):
+            raise TypeError(f'trace_every is {every!r}; it must be None or a Python int.')
+        if every < 1:
+            raise ValueError(f'trace_every is {every}; it must be at least 1.')
+        fresh = trace == 'fresh'
+        return Windows(min(every, length), fresh, not (fresh and every >= length), pbar)
 
     def _call_once(self, step_fn: Callable[..., Any], slices: Any) -> Any:
         before = self.calls
@@ -197,7 +368,7 @@ class SequenceDriverMixin:
 def _unchanged_on_error(learner: Any) -> Iterator[None]:
     """Give all states of the learner and its model their values back if the block fails."""
     executor = learner.graph_executor
-    states = [*executor.states.values(), learner.trace, learner.running_index]
+    states = [*executor.states.values(), *learner.own_states]
     values = [state.value for state in states]
     try:
         yield
@@ -205,6 +376,24 @@ def _unchanged_on_error(learner: Any) -> Iterator[None]:
         for state, value in zip(states, values, strict=True):
             state.restore_value(value)
         raise
+
+
+def _accumulate(
+    objective: Callable[..., Any], states: Any, inputs: PyTree, pbar: Any
+) -> tuple[Any, Any]:
+    """Sum the gradient of every step, with the trace advanced in each."""
+
+    def body(total: Any, inputs: Any) -> Any:
+        gradient = brainstate.transform.grad(lambda: objective(*inputs), states, has_aux=True)
+        grads, outputs = gradient()
+        return jax.tree.map(jnp.add, total, grads), outputs
+
+    zeros = jax.tree.map(jnp.zeros_like, {path: s.value for path, s in states.items()})
+    return brainstate.transform.scan(body, zeros, inputs, pbar=pbar)
+
+
+def _length(inputs: PyTree) -> int:
+    return jnp.shape(jax.tree.leaves(inputs)[0])[0]
 
 
 def _check_finite(losses: jax.Array, grads: PyTree) -> None:

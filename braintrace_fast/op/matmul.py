@@ -10,10 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import saiunit as u
+from jax import lax
 
 from .primitive import TraceRules, Weights, register_primitive
 
 __all__ = ['matmul', 'matmul_p']
+
+BLOCK = 16
+"""How many examples are added up at a time when a trace is read."""
 
 
 def _forward(
@@ -53,11 +57,35 @@ def _decay(plane: jax.Array, trace: Weights, *, has_bias: bool, **_: Any) -> Wei
     return decayed | {'bias': plane * trace['bias']} if has_bias else decayed
 
 
-def _contract(plane: jax.Array, trace: Weights, **params: Any) -> Weights:
-    # a product and a sum, not a dot: XLA fuses it into one pass over the trace
-    leading = tuple(range(plane.ndim - 1))
-    products = _decay(plane, trace, **params)
-    return {key: product.sum(leading) for key, product in products.items()}
+def _contract(
+    plane: jax.Array, trace: Weights, *, has_bias: bool, precision: str | None
+) -> Weights:
+    planes = plane.reshape(-1, plane.shape[-1])
+    traces = trace['weight'].reshape(-1, *trace['weight'].shape[-2:])
+    result = {'weight': _weighted_sum(planes, traces)}
+    if has_bias:
+        result['bias'] = (plane * trace['bias']).sum(tuple(range(plane.ndim - 1)))
+    return result
+
+
+def _weighted_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
+    """``sum_b planes[b] * traces[b]``, in one pass over the traces.
+
+    On a CPU, XLA takes over a hundred times as long for a product that it sums over its first axis,
+    and five times as long for a dot; so a few examples at a time are added up by name.
+    """
+    num, total = len(planes), jnp.zeros(traces.shape[1:], jnp.result_type(planes, traces))
+
+    def add_block(total: jax.Array, first: Any, size: int) -> jax.Array:
+        block = [lax.dynamic_slice_in_dim(a, first, size) for a in (planes, traces)]
+        return sum((p * e for p, e in zip(*block, strict=True)), total)
+
+    blocks, rest = divmod(num, BLOCK)
+    if blocks == 1:
+        total = add_block(total, 0, BLOCK)
+    elif blocks:
+        total = lax.fori_loop(0, blocks, lambda i, t: add_block(t, i * BLOCK, BLOCK), total)
+    return add_block(total, blocks * BLOCK, rest) if rest else total
 
 
 matmul_p = register_primitive(

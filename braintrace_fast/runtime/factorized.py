@@ -17,7 +17,18 @@ import jax.numpy as jnp
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
 from ..errors import NotSupportedError
-from .factors import Factors, Signals, Values, add, group_plane, sum_leading, times
+from ..kernels.factored_trace import factored_trace, smooth
+from ..kernels.planes import add, times
+from .factors import (
+    Entry,
+    Factors,
+    Signals,
+    Values,
+    first_step,
+    group_plane,
+    sum_leading,
+    sum_middle,
+)
 from .gradient import GradientSum
 
 __all__ = ['FactorizedEngine']
@@ -70,9 +81,9 @@ class FactorizedEngine:
         )
         return xs, fs
 
-    def advance(self, trace: Trace, factors: Factors, params: Values, step: jax.Array) -> Trace:
+    def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The trace after a step."""
-        xs, fs = trace
+        xs, fs = _entered(entry)
         new_xs = tuple(
             None if old is None or x is None else self.decay_x * old + x
             for old, x in zip(xs, factors.x, strict=True)
@@ -105,14 +116,14 @@ class FactorizedEngine:
     def gradients(
         self,
         total: GradientSum,
-        trace: Trace,
+        entry: Entry,
         factors: Factors,
         signals: Signals,
         params: Values,
         step: jax.Array,
     ) -> None:
         """Add the gradient of a step, given the trace before it."""
-        xs, fs = self.advance(trace, factors, params, step)
+        xs, fs = self.advance(entry, factors, params, step)
         for r, relation in enumerate(self.relations):
             c = signals.c[r]
             smoothed: list[Plane] = []
@@ -132,36 +143,110 @@ class FactorizedEngine:
                 total.add_product(r, factors.x[r], rest)
             elif present_sum is not None:  # reverse mode has counted c
                 total.add_product(r, factors.x[r], -present_sum, varying)
-        self._add_entry(total, trace, signals.R, step - 1, factors.varying)
+        self._add_entry(total, entry, signals.R, step - 1, factors.varying)
 
     def entry_gradients(
         self,
         total: GradientSum,
-        trace: Trace,
-        entry: Sequence[Sequence[jax.Array | None]],
+        entry: Entry,
+        signals: Sequence[Sequence[Plane]],
         step: jax.Array,
     ) -> None:
-        """Add ``entry[g][q] . e[q]``, for cotangents of the states after step ``step``."""
-        self._add_entry(total, trace, entry, step, ({},) * len(self.relations))
+        """Add ``signals[g][q] . e[q]``, for cotangents of the states after step ``step``."""
+        self._add_entry(total, entry, signals, step, ({},) * len(self.relations))
 
     def _add_entry(
         self,
         total: GradientSum,
-        trace: Trace,
-        entry: Sequence[Sequence[jax.Array | None]],
+        entry: Entry,
+        signals: Sequence[Sequence[Plane]],
         step: jax.Array,
         varying: Sequence[Mapping[str, tuple[jax.Array, ...]]],
     ) -> None:
-        xs, fs = trace
+        xs, fs = _entered(entry)
         for r, relation in enumerate(self.relations):
             signal = add(
                 plane
                 for group, planes in zip(relation.hidden_groups, fs[r], strict=True)
-                for plane in map(times, entry[group.index], planes)
+                for plane in map(times, signals[group.index], planes)
             )
             if signal is not None:
                 signal = sum_leading(signal / self.bias(step), relation.y_var.aval.ndim)
                 total.add_product(r, xs[r], signal, varying[r])
+
+    def window(
+        self,
+        total: GradientSum | None,
+        entry: Entry | None,
+        factors: Factors,
+        signals: Signals | None,
+        step: jax.Array,
+        carry: bool,
+    ) -> Trace | None:
+        """Add the gradient of K steps at once, and carry the trace past them.
+
+        As :meth:`MaterializedEngine.window`.
+        """
+        xs, fs = self.init(first_step(factors)) if entry is None else _entered(entry)
+        smoothed_x = [
+            None if x is None or start is None else smooth(x, start, self.decay_x)
+            for x, start in zip(factors.x, xs, strict=True)
+        ]
+        smoothed_f = [
+            [
+                factored_trace(factors.D[group.index], f, start, self.decay_f)
+                for group, f, start in zip(relation.hidden_groups, factors.f[r], fs[r], strict=True)
+            ]
+            for r, relation in enumerate(self.relations)
+        ]
+        if total is not None and signals is not None:
+            for r in range(len(self.relations)):
+                self._add_window(
+                    total, r, factors, signals, smoothed_x[r], smoothed_f[r], xs[r], fs[r], step
+                )
+        if not carry:
+            return None
+        return jax.tree.map(lambda a: a[-1], (tuple(smoothed_x), tuple(map(tuple, smoothed_f))))
+
+    def _add_window(
+        self,
+        total: GradientSum,
+        r: int,
+        factors: Factors,
+        signals: Signals,
+        xhat: jax.Array | None,
+        fhat: Sequence[Sequence[jax.Array]],
+        x_start: jax.Array | None,
+        f_start: Sequence[Sequence[jax.Array]],
+        step: jax.Array,
+    ) -> None:
+        c, groups = signals.c[r], self.relations[r].hidden_groups
+        steps = step + jnp.arange(c.shape[0])
+
+        def weighted(planes: Sequence[Sequence[Plane]], by: Sequence[Sequence[Plane]]) -> Plane:
+            pairs = zip(groups, planes, strict=True)
+            found = add(p for group, own in pairs for p in map(times, own, by[group.index]))
+            return None if found is None else sum_middle(found, c.ndim)
+
+        def corrected(plane: jax.Array, steps: jax.Array) -> jax.Array:
+            bias = self.bias(steps).astype(plane.dtype)
+            return plane / bias.reshape(-1, *[1] * (plane.ndim - 1))
+
+        past = weighted(fhat, signals.L)
+        if past is not None:
+            total.add_product(r, xhat, corrected(past, steps), leading_axes=1)
+        now = weighted(factors.f[r], signals.L)
+        total.add_product(r, factors.x[r], c if now is None else c - now, leading_axes=1)
+        before = [
+            [jnp.concatenate([start[None], plane[:-1]]) for start, plane in zip(*pair, strict=True)]
+            for pair in zip(f_start, fhat, strict=True)
+        ]
+        bypassing = weighted(before, signals.R)
+        if bypassing is not None:
+            x_before = None
+            if xhat is not None and x_start is not None:
+                x_before = jnp.concatenate([x_start[None], xhat[:-1]])
+            total.add_product(r, x_before, corrected(bypassing, steps - 1), leading_axes=1)
 
     def trace_of(self, trace: Trace, relations: list[int]) -> tuple[dict, dict]:
         """The input sides by relation, and the output sides by relation and group."""
@@ -176,6 +261,11 @@ class FactorizedEngine:
         """The correction for the steps that the smoothing has not yet seen."""
         correction = jnp.maximum(1 - self.decay_f ** (step + 1.0), 1e-8)
         return jnp.where(step < 1000, correction, 1.0)
+
+
+def _entered(entry: Entry) -> Trace:
+    """The trace, or zeros if it is not live."""
+    return jax.tree.map(lambda a: jnp.where(entry.live, a, jnp.zeros_like(a)), entry.trace)
 
 
 def zeros_like(struct: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,21 +1,25 @@
 """Runs compiled steps and yields their factors, in state-major planes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import saiunit as u
 from jax import lax
 
-from .._compat import Literal, Var
+from .._compat import Var
 from .._typing import Path, PyTree
 from ..compiler import ETraceGraph, ExitPerturbation, HiddenGroup
 from ..compiler.transition import Plane
 
-__all__ = ['Factors', 'Signals', 'StepRunner', 'Values']
+__all__ = ['Entry', 'Factors', 'Signals', 'StepRunner', 'Values', 'Zeros']
 
 Values = dict[Path, Any]
 """Values of states, by path."""
+
+
+Zeros = tuple[list[jax.Array], list[jax.Array], list[jax.Array]]
+"""At the ops' outputs, at the exits of groups and at the old states that bypass them."""
 
 
 class Factors(NamedTuple):
@@ -37,6 +41,26 @@ class Factors(NamedTuple):
     f: tuple[tuple[tuple[Plane, ...], ...], ...]
     D: tuple[tuple[tuple[Plane, ...], ...], ...]
     varying: tuple[dict[str, tuple[jax.Array, ...]], ...]
+
+
+class Entry(NamedTuple):
+    """The trace before a step or a window.
+
+    Attributes
+    ----------
+    trace : PyTree
+        What an engine carries.
+    live : jax.Array
+        A flag; if it is not set, the trace counts as zero, whatever it holds. So it can be dropped
+        without a pass over it. What it holds must be finite all the same.
+    """
+
+    trace: Any
+    live: jax.Array
+
+    def zero_or(self, plane: Plane) -> Plane:
+        """A plane that multiplies the trace, zero if the trace is not live."""
+        return None if plane is None else plane * self.live.astype(plane.dtype)
 
 
 class Signals(NamedTuple):
@@ -63,8 +87,6 @@ class StepRunner:
 
     def __init__(self, graph: ETraceGraph) -> None:
         self.graph = graph
-        outvars = graph.module_info.jaxpr.outvars
-        self._variables = list(dict.fromkeys(v for v in outvars if not isinstance(v, Literal)))
 
     def run(
         self, args: Sequence[Any], params: Values, hidden: Values, others: Values
@@ -74,21 +96,23 @@ class StepRunner:
         out, hidden, others, temps = self.graph.module_info.jaxpr_call(*args, old_state_vals=states)
         return out, hidden, others, self.factors(temps)
 
+    def run_perturbed(
+        self, args: Sequence[Any], params: Values, hidden: Values, others: Values, zeros: Zeros
+    ) -> tuple[tuple[PyTree, Values, Values], Factors]:
+        """One step with zeros added where the signals are read; nothing flows to the old states."""
+        states = self.flat_states(params, lax.stop_gradient(hidden), lax.stop_gradient(others))
+        out, hidden, others, temps = self.graph.call_exit_perturb(args, *zeros, states)
+        return (out, hidden, others), self.factors(temps)
+
     def run_with_vjp(
         self, args: Sequence[Any], params: Values, hidden: Values, others: Values
     ) -> tuple[tuple[PyTree, Values, Values], Any, Factors]:
         """One step as :meth:`run`, and its VJP for :meth:`signals`."""
 
-        def step(args: Any, params: Values, *zeros: Any) -> Any:
-            states = self.flat_states(params, hidden, others)
-            out, new_hidden, new_others, temps = self.graph.call_exit_perturb(
-                args, zeros[0], zeros[1], zeros[2], states
-            )
-            return (out, new_hidden, new_others), [temps[v] for v in self._variables]
+        def step(args: Any, params: Values, zeros: Zeros) -> Any:
+            return self.run_perturbed(args, params, hidden, others, zeros)
 
-        zeros = self._perturbation.zeros()
-        results, vjp, temps = jax.vjp(step, tuple(args), params, *zeros, has_aux=True)
-        return results, vjp, self.factors(dict(zip(self._variables, temps, strict=True)))
+        return jax.vjp(step, tuple(args), params, self.zeros(), has_aux=True)
 
     def signals(
         self, vjp: Any, cotangents: tuple[PyTree, Values, Values]
@@ -98,16 +122,24 @@ class StepRunner:
         Returns the cotangents of the inputs, those of the parameters by all that is not traced, and
         the signals.
         """
-        ct_args, ct_params, c, L, R = vjp(cotangents)
+        ct_args, ct_params, ct_zeros = vjp(cotangents)
+        return ct_args, ct_params, self.as_signals(ct_zeros)
+
+    def zeros(self) -> Zeros:
+        """The zeros of :meth:`run_perturbed`."""
+        return self._perturbation.zeros()
+
+    def as_signals(self, cotangents: Zeros) -> Signals:
+        """The signals, from the cotangents of the zeros."""
+        c, L, R = cotangents
         exits = dict(zip(self._perturbation.hidden_outvars, L, strict=True))
         passed = dict(zip(self._perturbation.bypass_invars, R, strict=True))
         groups = self.graph.hidden_groups
-        signals = Signals(
+        return Signals(
             c=tuple(c),
             L=tuple(group_planes(group, group.hidden_outvars, exits) for group in groups),
             R=tuple(group_planes(group, group.hidden_invars, passed) for group in groups),
         )
-        return ct_args, ct_params, signals
 
     @property
     def _perturbation(self) -> ExitPerturbation:
@@ -153,18 +185,9 @@ class StepRunner:
         )
 
 
-def add(parts: Iterable[Plane]) -> Plane:
-    """The sum of what is there; None if nothing is."""
-    total = None
-    for part in parts:
-        if part is not None:
-            total = part if total is None else total + part
-    return total
-
-
-def times(a: Plane, b: Plane) -> Plane:
-    """The product of two planes; None if either is zero."""
-    return None if a is None or b is None else a * b
+def first_step(factors: Factors) -> Factors:
+    """The shapes of the factors of one step, from those of a window."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), factors)
 
 
 def split_planes(value: jax.Array, width: int) -> list[jax.Array]:
@@ -185,6 +208,11 @@ def group_planes(
 def group_plane(group: HiddenGroup) -> jax.ShapeDtypeStruct:
     """The shape and type of one plane of a group."""
     return jax.ShapeDtypeStruct(group.varshape, group.hidden_invars[0].aval.dtype)
+
+
+def sum_middle(value: jax.Array, ndim: int) -> jax.Array:
+    """As :func:`sum_leading`, behind a leading axis of steps."""
+    return value.sum(tuple(range(1, 1 + value.ndim - ndim)))
 
 
 def sum_leading(value: jax.Array, ndim: int) -> jax.Array:

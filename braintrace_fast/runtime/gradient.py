@@ -44,8 +44,11 @@ class GradientSum:
         x: jax.Array | None,
         cotangent: jax.Array,
         varying: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+        leading_axes: int = 0,
     ) -> None:
         """Add the weight gradients of an op from its input and its output's cotangent.
+
+        Both may have ``leading_axes`` (time) that are summed over.
 
         If the weights vary in time, ``varying`` has what their ways read in this step, and only the
         traced parameters are added to.
@@ -56,7 +59,9 @@ class GradientSum:
             for key, way in relation.weight_ways.items()
         ]
         weights = {key: way(leaves, read) for key, way, leaves, read in ways}
-        grads = relation.primitive.weight_vjp(x, cotangent, weights, **relation.eqn_params)
+        grads = relation.primitive.weight_vjp(
+            x, cotangent, weights, leading_axes=leading_axes, **relation.eqn_params
+        )
         for key, way, leaves, read in ways:
             pulled = way.pull_back(leaves, grads[key], read)
             for place in way.traced:

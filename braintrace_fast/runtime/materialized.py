@@ -4,6 +4,7 @@ e_t[s] = D_t[s,q] e_{t-1}[q] + f_t[s] (x) x_t
 g_t    = c_t (x) x_t + (L_t[s] D_t[s,q] + R_t[q]) e_{t-1}[q]
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,11 @@ import jax.numpy as jnp
 
 from ..compiler import ETraceGraph, HiddenGroup, HiddenParamOpRelation
 from ..errors import NotSupportedError
-from .factors import Factors, Signals, Values, add, group_plane, times
+from ..kernels.adjoint_scan import adjoint_scan
+from ..kernels.planes import Plane, add, times
+from ..kernels.trace_carry import trace_carry
+from ..op import TraceRules
+from .factors import Entry, Factors, Signals, Values, first_step, group_plane, sum_middle
 from .gradient import GradientSum, slopes_of
 
 __all__ = ['MaterializedEngine']
@@ -68,7 +73,7 @@ class MaterializedEngine:
             for r, relation in enumerate(self.relations)
         )
 
-    def advance(self, trace: Trace, factors: Factors, params: Values, step: jax.Array) -> Trace:
+    def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The trace after a step."""
         fresh = self._fresh(factors, params)
         new = []
@@ -76,7 +81,8 @@ class MaterializedEngine:
             rules, eqn_params = relation.primitive.trace_rules, relation.eqn_params
             groups = []
             for g, group in enumerate(relation.hidden_groups):
-                D, old = factors.D[group.index], trace[r][g]
+                D = [list(map(entry.zero_or, row)) for row in factors.D[group.index]]
+                old = entry.trace[r][g]
                 planes = []
                 for s, kept in enumerate(self.kept[r][g]):
                     parts = [fresh[r][g][s]] + [
@@ -92,7 +98,7 @@ class MaterializedEngine:
     def gradients(
         self,
         total: GradientSum,
-        trace: Trace,
+        entry: Entry,
         factors: Factors,
         signals: Signals,
         params: Values,
@@ -101,29 +107,100 @@ class MaterializedEngine:
         """Add the gradient of a step, given the trace before it."""
         for index, c in enumerate(signals.c):
             total.add_step(index, factors, c)
-        entry = [
+        past = [
             [
                 add([signals.R[g][q]] + [times(L, D[s][q]) for s, L in enumerate(signals.L[g])])
                 for q in range(len(D))
             ]
             for g, D in enumerate(factors.D)
         ]
-        self.entry_gradients(total, trace, entry, step)
+        self.entry_gradients(total, entry, past, step)
 
     def entry_gradients(
         self,
         total: GradientSum,
-        trace: Trace,
-        entry: Sequence[Sequence[jax.Array | None]],
+        entry: Entry,
+        signals: Sequence[Sequence[Plane]],
         step: jax.Array,
     ) -> None:
-        """Add ``entry[g][q] . e[q]``, for cotangents of the states to which the trace belongs."""
+        """Add ``signals[g][q] . e[q]``, for cotangents of the states to which the trace belongs."""
         for r, relation in enumerate(self.relations):
-            rules, eqn_params = relation.primitive.trace_rules, relation.eqn_params
-            for group, planes in zip(relation.hidden_groups, trace[r], strict=True):
-                for signal, plane in zip(entry[group.index], planes, strict=True):
-                    if signal is not None and plane is not None:
-                        total.add_past(r, rules.contract(signal, plane, **eqn_params))
+            for place, group in enumerate(relation.hidden_groups):
+                self._add_entry(total, entry, r, place, signals[group.index])
+
+    def _add_entry(
+        self, total: GradientSum, entry: Entry, r: int, place: int, signals: Sequence[Plane]
+    ) -> None:
+        rules = bound_rules(self.relations[r])
+        for signal, plane in zip(map(entry.zero_or, signals), entry.trace[r][place], strict=True):
+            if signal is not None and plane is not None:
+                total.add_past(r, rules.contract(signal, plane))
+
+    def window(
+        self,
+        total: GradientSum | None,
+        entry: Entry | None,
+        factors: Factors,
+        signals: Signals | None,
+        step: jax.Array,
+        carry: bool,
+    ) -> Trace | None:
+        """Add the gradient of K steps at once, and carry the trace past them.
+
+        ``factors`` and ``signals`` have a leading axis of steps; without ``signals`` there is no
+        gradient. ``entry`` is the trace before the first step, None for zeros. Returns the trace
+        after the last step, or None without ``carry``. All weights must be static.
+        """
+        backs: list[list[Plane]] = [[] for _ in self.relations]
+        exits: list[list[tuple[Any, Any]]] = [[] for _ in self.relations]
+        for group in self.graph.hidden_groups:
+            feeding = [
+                (r, place)
+                for r, relation in enumerate(self.relations)
+                for place, reached in enumerate(relation.hidden_groups)
+                if reached.index == group.index
+            ]
+            if not feeding:
+                continue
+            found = adjoint_scan(
+                factors.D[group.index],
+                [factors.f[r][place] for r, place in feeding],
+                None if signals is None else signals.L[group.index],
+                None if signals is None else signals.R[group.index],
+                carry=carry,
+            )
+            for k, (r, place) in enumerate(feeding):
+                backs[r].append(found.w[k])
+                if carry:
+                    exits[r].append((found.P, found.u[k]))
+                if total is not None and entry is not None:
+                    self._add_entry(total, entry, r, place, found.nu)
+        if total is not None and signals is not None:
+            for r, c in enumerate(signals.c):
+                back = add(backs[r])
+                w = c if back is None else c + sum_middle(back, c.ndim)
+                total.add_product(r, factors.x[r], w, leading_axes=1)
+        if not carry:
+            return None
+        zeros = None
+        new = []
+        for r, relation in enumerate(self.relations):
+            rules = bound_rules(relation)
+            groups = []
+            for g, (P, u) in enumerate(exits[r]):
+                old = None
+                if entry is not None:
+                    old, P = entry.trace[r][g], [list(map(entry.zero_or, row)) for row in P]
+                planes = trace_carry(rules, factors.x[r], P, u, old, self.kept[r][g])
+                if any(k and p is None for k, p in zip(self.kept[r][g], planes, strict=True)):
+                    zeros = self.init(first_step(factors)) if zeros is None else zeros
+                    planes = tuple(
+                        z if k and p is None else p
+                        for k, p, z in zip(self.kept[r][g], planes, zeros[r][g], strict=True)
+                    )
+                groups.append(tuple(_sum([p], self.trace_dtype) if p else None for p in planes))
+            new.append(tuple(groups))
+        return tuple(new)
 
     def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
         """The traces of some relations, by relation and group."""
@@ -153,6 +230,14 @@ class MaterializedEngine:
                 groups.append(tuple(planes))
             result.append(tuple(groups))
         return tuple(result)
+
+
+def bound_rules(relation: HiddenParamOpRelation) -> TraceRules:
+    """The trace rules of a relation's op, with the parameters of its equation."""
+    rules = dataclasses.asdict(relation.primitive.trace_rules)
+    return TraceRules(
+        **{name: functools.partial(rule, **relation.eqn_params) for name, rule in rules.items()}
+    )
 
 
 def kept_planes(

@@ -1,0 +1,274 @@
+"""Split a loop into what must run in order and what can run for all steps at once.
+
+A training loop computes, in every step, the next states and, beside them, a gradient that no later
+step waits for. Here the first part alone runs as a scan. The rest runs afterwards on all steps
+together: small products become large ones, and element-wise work is fused over time.
+
+The equations of the body fall into three parts:
+
+- *fixed*: what depends on constants and on carried values that never change; computed once;
+- *in order*: what the carried values depend on, in a scan;
+- *at once*: all else, mapped over the steps. It computes again what is cheap, and reads the rest of
+  what was computed in order from memory.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    build_jaxpr,
+    equation_function,
+    open_jaxpr,
+)
+from .._typing import PyTree
+from ..compiler.control_flow import ControlFlowPolicy, flatten
+
+__all__ = ['loop', 'stateful_loop']
+
+CHEAP = frozenset(
+    """
+    abs add add_any and broadcast_in_dim clamp concatenate convert_element_type copy eq expand_dims
+    ge gt integer_pow iota is_finite le lt max min mul ne neg not or reshape select_n sign slice
+    square squeeze stop_gradient sub transpose xor
+    """.split()
+)
+"""What is computed again rather than kept: one pass over its operands, which are kept anyway."""
+
+LINEAR = frozenset('neg transpose reshape reduce_sum squeeze copy broadcast_in_dim'.split())
+
+OPAQUE = ControlFlowPolicy(cond='opaque', scan_unroll_limit=0)
+
+
+def loop(
+    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]], carry: PyTree, xs: PyTree
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Run a body over the leading axis of ``xs``.
+
+    Parameters
+    ----------
+    body : callable
+        ``(carry, x) -> (carry, ys, terms)``.
+    carry : PyTree
+        The values to start with.
+    xs : PyTree
+        Arrays with a common leading axis.
+
+    Returns
+    -------
+    tuple
+        The last carry, the stacked ``ys``, and the sums of the ``terms``.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from braintrace_fast.runtime.fission import loop
+    >>> last, ys, total = loop(lambda c, x: (c + x, c * x, 2 * c), 0.0, jnp.arange(4.0))
+    >>> float(last), ys.tolist(), float(total)
+    (6.0, [0.0, 0.0, 2.0, 9.0], 8.0)
+    """
+    carry = jax.tree.map(_as_array, carry)
+    xs = jax.tree.map(_as_array, xs)
+    step = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
+    closed, shapes = jax.make_jaxpr(body, return_shape=True)(carry, step)
+    flat_carry, carry_tree = jax.tree.flatten(carry)
+    sizes = [len(jax.tree.leaves(part)) for part in shapes]
+    parts = _Parts(flatten(closed, OPAQUE), *sizes)
+    last, ys, sums = parts.run(flat_carry, jax.tree.leaves(xs))
+    return (
+        jax.tree.unflatten(carry_tree, last),
+        jax.tree.unflatten(jax.tree.structure(shapes[1]), ys),
+        jax.tree.unflatten(jax.tree.structure(shapes[2]), sums),
+    )
+
+
+def stateful_loop(
+    step: Callable[..., tuple[PyTree, PyTree]], xs: Sequence[PyTree]
+) -> tuple[PyTree, PyTree]:
+    """Run a function of brainstate states over the leading axis of its arguments.
+
+    Parameters
+    ----------
+    step : callable
+        ``(*slices) -> (ys, terms)``; it may read and write states.
+    xs : sequence of PyTree
+        The arguments, with a common leading axis.
+
+    Returns
+    -------
+    tuple
+        The stacked ``ys``, and the sums of the ``terms``.
+    """
+    slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tuple(xs))
+    function = brainstate.transform.StatefulFunction(
+        step, name='window', return_only_write=False
+    ).make_jaxpr(*slices)
+    touched = function.get_state_trace(*slices)
+
+    def body(values: Any, x: Any) -> Any:
+        values, (ys, terms) = function.jaxpr_call(values, *x)
+        return values, ys, terms
+
+    last, ys, sums = loop(body, [state.value for state in touched.states], tuple(xs))
+    for state, value, written in zip(touched.states, last, touched.been_writen, strict=True):
+        if written:
+            state.value = value
+    return ys, sums
+
+
+class _Parts:
+    """The three parts of a flat body."""
+
+    def __init__(self, closed: ClosedJaxpr, num_carry: int, num_ys: int, num_terms: int) -> None:
+        jaxpr, self.constants = open_jaxpr(closed)
+        self.constvars = list(jaxpr.constvars)
+        self.old, self.xs = jaxpr.invars[:num_carry], jaxpr.invars[num_carry:]
+        self.new = jaxpr.outvars[:num_carry]
+        self.ys = jaxpr.outvars[num_carry : num_carry + num_ys]
+        self.terms = jaxpr.outvars[num_carry + num_ys :]
+        self.moving = [
+            i for i, (a, b) in enumerate(zip(self.old, self.new, strict=True)) if a is not b
+        ]
+        self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+        unmoved = [v for i, v in enumerate(self.old) if i not in set(self.moving)]
+        self.given = [*self.constvars, *unmoved]
+        self.fixed = dict.fromkeys(self.given)
+        self.first: list[JaxprEqn] = []
+        varying: list[JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            if not eqn.effects and all(self.is_fixed(v) for v in eqn.invars):
+                self.first.append(eqn)
+                self.fixed.update(dict.fromkeys(eqn.outvars))
+            else:
+                varying.append(eqn)
+
+        self.in_order = _needed_for(varying, [self.new[i] for i in self.moving], set(), True)
+        produced = {
+            v for eqn in self.in_order if eqn.primitive.name not in CHEAP for v in eqn.outvars
+        }
+        self.sums = [_Sum(self, v) for v in self.terms]
+        self.wanted = list(dict.fromkeys(v for s in self.sums for v in s.leaves))
+        kept = produced | {self.old[i] for i in self.moving}
+        self.at_once = _needed_for(varying, [*self.ys, *self.wanted], kept, False)
+        read = [v for eqn in self.at_once for v in eqn.invars]
+        self.kept = list(dict.fromkeys(v for v in (*read, *self.ys, *self.wanted) if _in(v, kept)))
+
+    def is_fixed(self, v: Atom) -> bool:
+        return isinstance(v, Literal) or v in self.fixed
+
+    def run(
+        self, carry: Sequence[jax.Array], xs: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        length = xs[0].shape[0]
+        values = dict(zip((*self.constvars, *self.old), (*self.constants, *carry), strict=True))
+        fixed_vars = list(self.fixed)
+        fixed = _evaluate(self.first, self.given, fixed_vars, [values[v] for v in self.given])
+        moving_vars = [self.old[i] for i in self.moving]
+
+        def in_order(moving: Any, x: Any) -> Any:
+            outs = [*(self.new[i] for i in self.moving), *self.kept]
+            inputs = [*fixed_vars, *moving_vars, *self.xs]
+            found = _evaluate(self.in_order, inputs, outs, [*fixed, *moving, *x])
+            return found[: len(moving)], found[len(moving) :]
+
+        def at_once(kept: Any, x: Any) -> Any:
+            inputs = [*fixed_vars, *self.kept, *self.xs]
+            outs = [*self.ys, *self.wanted]
+            return _evaluate(self.at_once, inputs, outs, [*fixed, *kept, *x])
+
+        last, kept = lax.scan(in_order, [carry[i] for i in self.moving], list(xs))
+        found = jax.vmap(at_once, axis_size=length)(kept, list(xs))
+        ends = list(carry)
+        for i, value in zip(self.moving, last, strict=True):
+            ends[i] = value
+        stacked = dict(zip(self.wanted, found[len(self.ys) :], strict=True))
+        constant = dict(zip(fixed_vars, fixed, strict=True))
+        sums = [s.evaluate(stacked, constant, length) for s in self.sums]
+        return ends, found[: len(self.ys)], sums
+
+
+class _Sum:
+    """The sum of one variable over all steps, with products summed inside the product."""
+
+    def __init__(self, parts: _Parts, v: Atom) -> None:
+        self.v, self.parts = v, parts
+        self.eqn: Any = None if isinstance(v, Literal) else parts.producer.get(v)
+        if parts.is_fixed(v):
+            self.eqn = None
+        self.operands: list[_Sum] = []
+        name = '' if self.eqn is None else self.eqn.primitive.name
+        self.is_dot = False
+        if name in ('add', 'add_any') and all(
+            a.aval.shape == v.aval.shape for a in self.eqn.invars
+        ):
+            self.operands = [_Sum(parts, a) for a in self.eqn.invars]
+        elif name in LINEAR or (name == 'convert_element_type' and _inexact(self.eqn.invars[0])):
+            self.operands = [_Sum(parts, self.eqn.invars[0])]
+        elif name == 'dot_general' and not any(map(parts.is_fixed, self.eqn.invars)):
+            self.is_dot = True
+        self.leaves: list[Var] = []
+        if self.is_dot:
+            self.leaves = list(self.eqn.invars)
+        elif self.operands:
+            self.leaves = [leaf for operand in self.operands for leaf in operand.leaves]
+        elif not parts.is_fixed(v):
+            self.leaves = [v]
+
+    def evaluate(
+        self, stacked: dict[Var, jax.Array], fixed: dict[Var, jax.Array], length: int
+    ) -> jax.Array:
+        if self.operands:
+            values = [operand.evaluate(stacked, fixed, length) for operand in self.operands]
+            return equation_function(self.eqn)(*values)[0]
+        if self.is_dot:
+            a, b = (stacked[v] for v in self.eqn.invars)
+            (ca, cb), (ba, bb) = self.eqn.params['dimension_numbers']
+            shifted = [tuple(axis + 1 for axis in axes) for axes in (ca, cb, ba, bb)]
+            ca, cb, ba, bb = shifted
+            params = {**self.eqn.params, 'dimension_numbers': (((0, *ca), (0, *cb)), (ba, bb))}
+            return lax.dot_general_p.bind(a, b, **params)
+        if self.leaves:
+            return stacked[self.leaves[0]].sum(0)
+        value = self.v.val if isinstance(self.v, Literal) else fixed[self.v]
+        return jnp.asarray(value * length)
+
+
+def _needed_for(
+    eqns: Sequence[JaxprEqn], results: Sequence[Atom], known: set[Var], effects: bool
+) -> list[JaxprEqn]:
+    """The equations that lead to some results from variables that are known."""
+    needed = {v for v in results if not isinstance(v, Literal)} - known
+    kept = []
+    for eqn in reversed(eqns):
+        if (effects and eqn.effects) or not needed.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal) and v not in known)
+    return kept[::-1]
+
+
+def _evaluate(
+    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outs: Sequence[Atom], values: Sequence[Any]
+) -> list[jax.Array]:
+    return jax.core.eval_jaxpr(build_jaxpr((), inputs, outs, eqns), (), *values)
+
+
+def _in(v: Atom, known: set[Var]) -> bool:
+    return not isinstance(v, Literal) and v in known
+
+
+def _inexact(v: Atom) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+
+def _as_array(value: Any) -> jax.Array:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)

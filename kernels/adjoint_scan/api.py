@@ -1,0 +1,69 @@
+"""The checked entry point of ``adjoint_scan``."""
+
+from collections.abc import Sequence
+
+from ..planes import Plane
+from . import reference
+from .reference import Adjoint
+
+__all__ = ['Adjoint', 'adjoint_scan']
+
+Planes = Sequence[Plane]
+
+
+def adjoint_scan(
+    D: Sequence[Planes],
+    f: Sequence[Planes],
+    L: Planes | None = None,
+    R: Planes | None = None,
+    *,
+    carry: bool = False,
+) -> Adjoint:
+    """Go back through a window of K steps of one group.
+
+    With ``nu[K+1] = 0`` and ``P[K] = 1``, for ``t = K .. 1``::
+
+        w[t]   = sum_s f[t][s] nu[t+1][s]
+        u[t]   = P[t] f[t]
+        nu[t]  = D[t]^T (L[t] + nu[t+1]) + R[t]
+        P[t-1] = P[t] D[t]
+
+    There are products only: a reset makes ``D`` zero or negative.
+
+    Parameters
+    ----------
+    D : sequence of sequence of array or None
+        ``D[s][q]``, of shape ``(K, *varshape)``; None where it is structurally zero.
+    f : sequence of sequence of array or None
+        Per op that reaches the group, ``f[s]``.
+    L : sequence of array or None, optional
+        The learning signal per plane; without it there is no ``nu`` and no ``w``.
+    R : sequence of array or None, optional
+        What the loss reads of the states before the step, per plane.
+    carry : bool
+        Whether ``P`` and ``u`` are wanted.
+
+    Returns
+    -------
+    Adjoint
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from braintrace_fast.kernels.adjoint_scan import adjoint_scan
+    >>> half, one = jnp.full((3, 1), 0.5), jnp.ones((3, 1))
+    >>> found = adjoint_scan([[half]], [[one]], [one], carry=True)
+    >>> found.nu[0].tolist(), found.P[0][0].tolist(), found.w[0][:, 0].tolist()
+    ([0.875], [0.125], [0.75, 0.5, 0.0])
+    """
+    size = len(D)
+    for name, planes in (('D', D), *(('f', p) for p in f), ('L', L or [None] * size)):
+        if len(planes) != size:
+            raise ValueError(f'adjoint_scan: {name} has {len(planes)} planes, expected {size}.')
+    shapes = {p.shape for planes in (*D, *f, L or (), R or ()) for p in planes if p is not None}
+    if len(shapes) != 1:
+        raise ValueError(
+            f'adjoint_scan: the planes have the shapes {sorted(shapes)}; all of one group must be '
+            'of one shape (steps, *varshape), and there must be one.'
+        )
+    return reference.adjoint_scan(D, f, L, R, carry)

@@ -1,0 +1,47 @@
+"""The definition of ``factored_trace`` in plain JAX, which is also what runs without a kernel."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..planes import Plane, add, times
+
+__all__ = ['factored_trace', 'smooth']
+
+
+def smooth(x: jax.Array, start: jax.Array, decay: float) -> jax.Array:
+    """See :func:`braintrace_fast.kernels.factored_trace.smooth`."""
+
+    def body(old: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new = decay * old + now.astype(old.dtype)
+        return new, new
+
+    return lax.scan(body, start, x)[1]
+
+
+def factored_trace(
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Plane],
+    start: Sequence[jax.Array],
+    decay: float,
+) -> tuple[jax.Array, ...]:
+    """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
+
+    def body(old: Any, step: Any) -> Any:
+        D, f = step
+        new = []
+        for s, row in enumerate(D):
+            past, now = add(map(times, row, old)), f[s]
+            total = add(
+                [
+                    None if past is None else decay * past,
+                    None if now is None else (1 - decay) * now,
+                ]
+            )
+            new.append(jnp.zeros_like(old[s]) if total is None else total)
+        return tuple(new), tuple(new)
+
+    return lax.scan(body, tuple(start), (D, f))[1]
