@@ -266,6 +266,14 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 'The learner is not compiled yet. Make it with braintrace_fast.compile(model, '
                 'algorithm, *inputs), or call compile_graph(*inputs) first.'
             )
+        present = {id(state) for state in self.model.states().values()}
+        replaced = [p for p, state in self.graph_executor.states.items() if id(state) not in present]
+        if replaced:
+            raise ValueError(
+                f'The states {replaced} were made anew after the model was compiled, so that the '
+                'learner holds the old ones. Use brainstate.nn.reset_all_states(learner, ...), '
+                'which sets their values, or compile again.'
+            )
 
     def _single_step(self, *inputs: Any) -> Any:
         runner, engine, graph = self.graph_executor.runner, self.engine, self.graph

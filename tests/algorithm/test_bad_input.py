@@ -188,6 +188,23 @@ def test_a_learner_used_before_it_is_compiled():
         assert state.value is value
 
 
+def test_states_that_were_made_anew_after_compiling():
+    learner = new_learner()
+    brainstate.nn.init_all_states(learner.model, batch_size=BATCH)
+    trace = learner.trace.value
+    for use in (
+        lambda: learner(XS[0]),
+        lambda: learner.etrace_grad(XS, step_fn=loss_of(learner)),
+        lambda: learner.etrace_evolve(XS),
+        lambda: learner.reset_state(),
+    ):
+        with pytest.raises(ValueError, match=r"\('h',\).*made anew.*reset_all_states"):
+            use()
+    assert learner.trace.value is trace
+    learner.compile_graph(XS[0])
+    learner(XS[0])
+
+
 @pytest.mark.parametrize(
     'arguments, options, error, message',
     [
