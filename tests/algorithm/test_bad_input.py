@@ -102,11 +102,23 @@ def test_a_mask_of_the_wrong_shape(learner, unchanged, mask):
         ({'chunk_size': 2.0}, TypeError, 'Python int'),
         ({'chunk_size': True}, TypeError, 'Python int'),
         ({'step_fn': None}, TypeError, 'step_fn'),
+        ({'pbar': 'yes'}, TypeError, 'pbar'),
+        ({'pbar': 1.5}, TypeError, 'pbar'),
+        ({'pbar': 0}, ValueError, 'should be > 0'),
+        ({'weights': [brainstate.ParamState(0.0)]}, TypeError, 'weights is a list.*dict'),
+        ({'weights': brainstate.ParamState(0.0)}, TypeError, 'weights is a ParamState.*dict'),
+        ({'weights': {'a': 1.0}}, TypeError, "'a': 'float'.*not its value"),
     ],
 )
 def test_wrong_options(learner, unchanged, options, error, message):
     with pytest.raises(error, match=message):
         learner.etrace_grad(XS, **({'step_fn': loss_of(learner)} | options))
+
+
+@pytest.mark.parametrize('pbar', ['yes', 1.5])
+def test_a_wrong_progress_bar_of_evolving(learner, unchanged, pbar):
+    with pytest.raises(TypeError, match='pbar'):
+        learner.etrace_evolve(XS, pbar=pbar)
 
 
 def test_a_chunk_that_does_not_divide_the_sequence():

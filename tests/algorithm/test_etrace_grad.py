@@ -1,5 +1,7 @@
 """What ``etrace_grad`` and ``etrace_evolve`` mean, argument by argument."""
 
+import re
+
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -150,6 +152,22 @@ def test_weights_may_be_an_external_readout_and_some_of_the_learners():
     np.testing.assert_allclose(found['readout',], exact, rtol=1e-10)
 
 
+def test_keys_of_weights_may_be_of_types_that_do_not_sort_together():
+    learner = new_learner()
+    readout = brainstate.ParamState(jnp.ones((4, 2)))
+    weights = {'readout': readout, 7: learner.model.Wz.weight, **learner.param_states}
+    found = learner.etrace_grad(
+        jnp.asarray(XS),
+        step_fn=lambda x: jnp.sum((learner(x) @ readout.value) ** 2),
+        weights=weights,
+    )
+    assert list(found) == list(weights)
+    for name in ('weight', 'bias'):
+        assert np.any(found[7][name] != 0)
+        np.testing.assert_array_equal(found[7][name], found['Wz', 'weight'][name])
+    assert np.any(found['readout'] != 0)
+
+
 @both_rules
 def test_penalties_on_weights_and_hidden_states_in_step_fn_are_exact(rule):
     learner = new_learner(rule)
@@ -288,6 +306,100 @@ def test_traces_stored_in_bfloat16_give_nearly_the_same_gradient():
     }
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype('float32')}
     assert 0 < testing.compare(found, exact).worst < 0.02
+
+
+def bar_counts(run, capsys):
+    """What a progress bar printed: the counts that it showed, and its end."""
+    capsys.readouterr()
+    run()
+    jax.effects_barrier()
+    shown = re.findall(r'(\d+)/(\d+) \[', capsys.readouterr().err)
+    return [int(count) for count, _ in shown], {int(end) for _, end in shown}
+
+
+def test_a_progress_bar_advances_to_the_number_of_steps(capsys):
+    learner = new_learner()
+    xs, targets = (jnp.tile(jnp.asarray(a), (4, 1, 1)) for a in (XS, TARGETS))
+    # A message per update, because a bar alone redraws only ten times a second.
+    bar = brainstate.transform.ProgressBar(freq=5, desc=('step {i}', lambda d: {'i': d['i']}))
+    with_bar = []
+
+    def grad():
+        with_bar.append(learner.etrace_grad(xs, targets, step_fn=step_of(learner), pbar=bar))
+
+    counts, ends = bar_counts(grad, capsys)
+    assert ends == {24}
+    assert counts == sorted(counts) and set(counts) >= {0, 5, 10, 15, 20, 24}
+    plain = new_learner()
+    same(with_bar[0], plain.etrace_grad(xs, targets, step_fn=step_of(plain)))
+
+    counts, ends = bar_counts(lambda: learner.etrace_evolve(xs, pbar=6), capsys)
+    assert ends == {24} and counts[-1] == 24
+
+
+def test_a_progress_bar_counts_windows(capsys):
+    learner = new_learner(vjp_method='multi-step')
+
+    def losses(x, target):
+        return jnp.mean((learner(btf.MultiStepData(x)) - target) ** 2, axis=(1, 2))
+
+    arguments = {'step_fn': losses, 'chunk_size': 2, 'pbar': 1}
+    counts, ends = bar_counts(
+        lambda: learner.etrace_grad(jnp.asarray(XS), jnp.asarray(TARGETS), **arguments), capsys
+    )
+    assert ends == {3} and counts[-1] == 3
+
+
+class LeakyTanh(brainstate.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.W = brainstate.ParamState(brainstate.random.normal(size=(3, 4)))
+        self.R = brainstate.ParamState(brainstate.random.normal(size=(4, 2)))
+
+    def init_state(self, batch_size=None, **_):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, 4)))
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + jnp.tanh(btf.matmul(x, self.W.value))
+        return self.h.value @ self.R.value
+
+
+def leaky_learner(rule, **options):
+    brainstate.random.seed(0)
+    learner = btf.compile(
+        LeakyTanh(), rule, jnp.asarray(XS[0]), batch_size=BATCH, **(RULES[rule] | options)
+    )
+    learner.etrace_evolve(jnp.asarray(XS))
+    slopes = 1 - np.tanh(XS @ np.asarray(learner.model.W.value)) ** 2
+    return learner, slopes
+
+
+def test_the_trace_of_a_weight_can_be_looked_at():
+    learner, slopes = leaky_learner('d_rtrl')
+    trace = 0.0
+    for x, f in zip(XS, slopes, strict=True):
+        trace = 0.8 * trace + x[:, :, None] * f[:, None, :]
+    for weight in (('W',), learner.model.W):
+        ((key, (plane,)),) = learner.get_etrace_of(weight).items()
+        assert key == (0, 0)
+        np.testing.assert_allclose(plane['weight'], trace, rtol=1e-12)
+
+    learner, slopes = leaky_learner('pp_prop')
+    x_side, f_side = 0.0, 0.0
+    for x, f in zip(XS, slopes, strict=True):
+        x_side = 0.9 * x_side + x
+        f_side = 0.9 * 0.8 * f_side + (1 - 0.9) * f
+    xs, fs = learner.get_etrace_of(('W',))
+    np.testing.assert_allclose(xs[0], x_side, rtol=1e-12)
+    np.testing.assert_allclose(fs[0, 0][0], f_side, rtol=1e-12)
+
+
+@both_rules
+def test_a_weight_without_a_trace_has_none_to_look_at(rule):
+    learner, _ = leaky_learner(rule)
+    for weight in (('R',), learner.model.R, ('no', 'such'), brainstate.ParamState(jnp.ones(2))):
+        with pytest.raises(ValueError, match=r"no trace of .*traced weights are \[\('W',\)\]"):
+            learner.get_etrace_of(weight)
 
 
 def test_etrace_grad_can_be_jitted():
