@@ -277,10 +277,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 'algorithm, *inputs), or call compile_graph(*inputs) first.'
             )
         states: Any = self.model.states()
-        present = {id(state) for state in states.values()}
-        replaced = [
-            p for p, state in self.graph_executor.states.items() if id(state) not in present
-        ]
+        used = self.graph_executor.states.items()
+        replaced = [p for p, state in used if states.get(p, state) is not state]
         if replaced:
             raise ValueError(
                 f'The states {replaced} were made anew after the model was compiled, so that the '
