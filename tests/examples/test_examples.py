@@ -1,6 +1,7 @@
 """The examples run and draw what they say; the demo's task cannot be solved without memory."""
 
 import importlib
+import re
 import runpy
 from pathlib import Path
 
@@ -43,13 +44,17 @@ RUNS = [
 @pytest.mark.parametrize(('name', 'algorithm', 'backend'), RUNS)
 def test_example_runs_and_draws(name, algorithm, backend, tmp_path, monkeypatch, capsys):
     picture = tmp_path / 'new_folder' / 'picture.png'
-    options = ['--updates=2', '--batch-size=64', f'--plot={picture}']
+    options = ['--updates=2', '--batch-size=8', '--test-trials=8', f'--plot={picture}']
     choices = [f'--algorithm={algorithm}', f'--backend={backend}']
     monkeypatch.setattr('sys.argv', [name, *options, *choices])
     runpy.run_path(str(EXAMPLES / f'{name}.py'), run_name='__main__')
     printed = capsys.readouterr().out
     assert f'Compiled for {algorithm}, backend {backend}' in printed
-    assert 'Traced weights' in printed
+    for title in ('Hidden groups', 'Traced weights'):
+        assert title in printed
+    if name == 'delayed_match':
+        assert 'Weights without a trace' in printed
+        assert re.search(r'cosine.*\n +readout.weight +1\.000 +1\.000\n +synapses', printed)
     assert 'before training' in printed and 'after training' in printed
     assert picture.read_bytes().startswith(PNG)
 
