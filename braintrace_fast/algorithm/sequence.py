@@ -61,8 +61,8 @@ class SequenceDriverMixin:
         return_value : bool
             Whether to return the losses.
         check_finite : bool
-            Whether to refuse losses and gradients that are not finite. Not for use inside a
-            transformation, where values are not known.
+            Whether to refuse losses, gradients, states and traces that are not finite. Not for use
+            inside a transformation, where values are not known.
         pbar : optional
             A progress bar, as brainstate's loops take it.
 
@@ -112,7 +112,7 @@ class SequenceDriverMixin:
             totals, (losses, aux) = brainstate.transform.scan(body, zeros, inputs, pbar=pbar)
             losses = losses.reshape(length)
             if check_finite:
-                _check_finite(losses, totals)
+                _check_finite(losses, totals, _carried(self))
         scale = jnp.maximum(mask.sum(), 1) if reduction == 'mean' else jnp.ones(())
         totals = jax.tree.map(lambda g: g / scale.astype(g.dtype), totals)
         grads = dict(zip(states, totals, strict=True))
@@ -199,8 +199,7 @@ class SequenceDriverMixin:
 @contextlib.contextmanager
 def _unchanged_on_error(learner: Any) -> Iterator[None]:
     """Give all states of the learner and its model their values back if the block fails."""
-    executor = learner.graph_executor
-    states = [*executor.states.values(), learner.trace, learner.running_index]
+    states = _carried(learner)
     values = [state.value for state in states]
     try:
         yield
@@ -210,15 +209,29 @@ def _unchanged_on_error(learner: Any) -> Iterator[None]:
         raise
 
 
-def _check_finite(losses: jax.Array, grads: PyTree) -> None:
-    found = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((losses, grads))]
-    if not all(bool(finite) for finite in found):
-        steps = jnp.flatnonzero(~jnp.isfinite(losses))
-        where = f'the losses of steps {steps[:10].tolist()}' if steps.size else 'the gradients'
-        raise FloatingPointError(
-            f'Not finite: {where}. States and traces are as they were before the call. Look for a '
-            'division by zero, an overflow or too large a learning rate.'
+def _carried(learner: Any) -> list[brainstate.State]:
+    """All states that a learner carries from step to step, its model's included."""
+    return [*learner.graph_executor.states.values(), learner.trace, learner.running_index]
+
+
+def _check_finite(losses: jax.Array, grads: PyTree, carried: list[brainstate.State]) -> None:
+    if isinstance(losses, jax.core.Tracer):
+        raise ValueError(
+            'check_finite=True needs values, which are not known inside jit or another '
+            'transformation. Leave it out there, and check what the transformed function returns.'
         )
+    values = [state.value for state in carried]
+    parts = {'losses': losses, 'gradients': grads, 'states or traces': values}
+    for name, tree in parts.items():
+        leaves = [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        if not all(bool(jnp.isfinite(a).all()) for a in leaves):
+            where = f'the {name}'
+            if name == 'losses':
+                where += f' of steps {jnp.flatnonzero(~jnp.isfinite(losses))[:10].tolist()}'
+            raise FloatingPointError(
+                f'Not finite: {where}. States and traces are as they were before the call. Look '
+                'for a division by zero, an overflow or too large a learning rate.'
+            )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

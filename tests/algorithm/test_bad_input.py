@@ -181,6 +181,26 @@ def test_gradients_that_are_not_finite_are_refused_on_request(learner, unchanged
         learner.etrace_grad(XS, step_fn=step_fn, check_finite=True)
 
 
+def test_states_that_are_not_finite_are_refused_on_request(learner, unchanged):
+    xs = XS.at[3, 0, 0].set(jnp.nan)
+
+    def step_fn(x):
+        learner(x)
+        return jnp.sum(learner.model.c.value * 0 != 0).astype(x.dtype)  # a loss that hides it
+
+    with pytest.raises(FloatingPointError, match='the states or traces'):
+        learner.etrace_grad(xs, step_fn=step_fn, check_finite=True)
+
+
+def test_finite_values_cannot_be_checked_inside_jit(learner, unchanged):
+    @brainstate.transform.jit
+    def run():
+        return learner.etrace_grad(XS, step_fn=loss_of(learner), check_finite=True)
+
+    with pytest.raises(ValueError, match='not known inside jit'):
+        run()
+
+
 def test_a_learner_used_before_it_is_compiled():
     model = btf.nn.LSTMCell(3, 4)
     brainstate.nn.init_all_states(model, batch_size=BATCH)

@@ -22,7 +22,7 @@ import saiunit as u
 
 import braintrace_fast as btf
 from braintrace_fast import testing
-from tests.models import lif, parameter
+from tests.models import alif, lif, parameter
 from tests.oracles import random_projection
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -165,9 +165,9 @@ class Checkpointed(Leaky):
 class Spiking(brainstate.nn.Module):
     """A spiking layer; with a synapse its voltage reads the new current."""
 
-    def __init__(self, lib: ModuleType, synapse: bool):
+    def __init__(self, lib: ModuleType, synapse: bool, neurons: Any = lif):
         super().__init__()
-        self.neu = lif(N)
+        self.neu = neurons(N)
         unit = u.mS if synapse else u.mV
         weights = braintools.init.Normal(0.5 * unit, 1.0 * unit)
         comm = lib.nn.Linear(N_IN + N, N, weights, braintools.init.Constant(0.1 * unit))
@@ -201,6 +201,7 @@ MODELS = {
     'checkpoint': Checkpointed,
     'lif': partial(Spiking, synapse=False),
     'lif_expon': partial(Spiking, synapse=True),
+    'alif_expon': partial(Spiking, synapse=True, neurons=alif),
 }
 RULES = {'d_rtrl': ('D_RTRL', {}), 'pp_prop': ('pp_prop', {'decay_or_rank': (0.8, 0.9)})}
 
@@ -319,6 +320,9 @@ def test_states_that_read_each_others_new_value_count_once(reference):
     ours, theirs, true = step_gradients(reference, 'lif_expon')
     assert ratio(theirs['comm'], true['comm']) == pytest.approx(2.0, rel=1e-9)
     assert ratio(ours['comm'], true['comm']) == pytest.approx(1.0, rel=1e-12)
+    ours, theirs, true = step_gradients(reference, 'alif_expon')
+    assert ratio(theirs['comm'], true['comm']) == pytest.approx(2.0, rel=0.1)
+    assert relative_error(ours['comm'], true['comm']) < 1e-12
     ours, theirs, true = step_gradients(reference, 'lstm')
     for gate, deviation in {'Wi': 2.0, 'Wf': 2.0, 'Wg': 2.0, 'Wo': 1.0}.items():
         assert ratio(theirs[gate], true[gate]) == pytest.approx(deviation, rel=1e-9)
