@@ -33,7 +33,7 @@ from .compiler import (
     find_hidden_param_op_relations_from_module,
 )
 from .errors import CompilationError, NotSupportedError
-from .learner import compile
+from .learner import ETraceVmap, compile
 from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
 from .runtime import (
     ETraceGraphExecutor,
@@ -60,6 +60,7 @@ __all__ = [
     'ETraceGraphExecutor',
     'ETraceVjpAlgorithm',
     'ETraceVjpGraphExecutor',
+    'ETraceVmap',
     'EligibilityTrace',
     'HiddenGroup',
     'HiddenParamOpRelation',

@@ -7,7 +7,7 @@ import brainstate
 
 from .algorithm import D_RTRL, ETraceVjpAlgorithm, pp_prop
 
-__all__ = ['compile']
+__all__ = ['ETraceVmap', 'compile']
 
 ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
     'd_rtrl': D_RTRL,
@@ -26,7 +26,7 @@ def compile(
     verbose: int = 0,
     vmap: bool = False,
     **options: Any,
-) -> ETraceVjpAlgorithm:
+) -> 'ETraceVjpAlgorithm | ETraceVmap':
     """Make an online learner out of a model.
 
     The model's states are initialised anew.
@@ -54,8 +54,8 @@ def compile(
 
     Returns
     -------
-    ETraceVjpAlgorithm
-        The learner, ready to be called.
+    ETraceVjpAlgorithm or ETraceVmap
+        The learner, ready to be called; with ``vmap``, its wrapper.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def compile(
     learner.compile_graph(*example_inputs)
     if verbose:
         learner.report.show(verbose)
-    return learner
+    return ETraceVmap(learner) if vmap else learner
 
 
 def _mapped(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.nn.Module:
@@ -108,4 +108,36 @@ def _mapped(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.n
         brainstate.nn.init_all_states(model)
 
     init_states()
-    return brainstate.nn.Vmap(model, vmap_states='new')
+    return _MappedModel(model, vmap_states='new')
+
+
+class _MappedModel(brainstate.nn.Vmap):
+    """A model mapped over a batch; its states keep the paths that they have in the model."""
+
+    def states(self, *filters: Any, **options: Any) -> Any:
+        return self.module.states(*filters, **options)
+
+
+class ETraceVmap(brainstate.nn.Module):
+    """What ``compile(..., vmap=True)`` returns: a learner of a mapped model.
+
+    It is called and driven like any learner, and has all of the learner's attributes.
+
+    Parameters
+    ----------
+    module : ETraceVjpAlgorithm
+        The learner. Its model is the mapped one, so that it takes and returns batches as well.
+    """
+
+    def __init__(self, module: ETraceVjpAlgorithm) -> None:
+        super().__init__()
+        self.module = module
+
+    def update(self, *args: Any) -> Any:
+        """Run one step, or a window, for the whole batch."""
+        return self.module(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == 'module':  # not set yet: copying and unpickling ask before they set it
+            raise AttributeError(name)
+        return getattr(self.module, name)

@@ -40,6 +40,9 @@ def parse_arguments(
     parser.add_argument('--updates', type=int, default=updates, help='batches to train on')
     parser.add_argument('--batch-size', type=int, default=32, help='trials per batch')
     parser.add_argument(
+        '--test-trials', type=int, default=512, help='new trials to measure the accuracy on'
+    )
+    parser.add_argument(
         '--learning-rate', type=float, default=learning_rate, help="Adam's step size"
     )
     parser.add_argument('--seed', type=int, default=0, help='of the weights and of the trials')
@@ -47,8 +50,8 @@ def parse_arguments(
         '--plot', metavar='PATH', type=Path, help='draw what was learned into this file'
     )
     args = parser.parse_args()
-    if min(args.updates, args.batch_size) < 1:
-        parser.error('--updates and --batch-size must be at least 1')
+    if min(args.updates, args.batch_size, args.test_trials) < 1:
+        parser.error('--updates, --batch-size and --test-trials must be at least 1')
     if args.plot:
         # Now, because a folder that cannot be made should not cost a training.
         args.plot.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +89,7 @@ def train(
     ``test(key)`` returns the accuracy on one batch first. Returns the accuracies of the updates.
     """
     train_key, test_key = jax.random.split(key)
-    test_keys = jax.random.split(test_key, math.ceil(512 / args.batch_size))
+    test_keys = jax.random.split(test_key, math.ceil(args.test_trials / args.batch_size))
 
     def print_accuracy(when: str) -> None:
         mean = np.mean([test(key)[0] for key in test_keys])

@@ -155,7 +155,7 @@ def plot(path: Path, accuracies: np.ndarray, inputs, spikes, logits, label) -> N
 
 def main() -> None:
     """Train, and show what was learned."""
-    args = parse_arguments(__doc__, updates=60, learning_rate=5e-3, decay=0.98)
+    args = parse_arguments(__doc__, updates=50, learning_rate=5e-3, decay=0.98)
     brainstate.environ.set(dt=1.0 * u.ms)
     brainstate.random.seed(args.seed)
     key = jax.random.key(args.seed)

@@ -121,6 +121,16 @@ class ETraceAlgorithm(SequenceDriverMixin, brainstate.nn.Module):
         return {path: s for path, s in states.items() if not isinstance(s, kinds)}
 
     @property
+    def path_to_states(self) -> brainstate.util.FlattedDict:
+        """All states that the step uses, by path."""
+        return self.graph_executor.path_to_states
+
+    @property
+    def state_id_to_path(self) -> dict[int, Path]:
+        """The path of each state, by ``id``."""
+        return self.graph_executor.state_id_to_path
+
+    @property
     def backend(self) -> str:
         """The implementation asked for."""
         return self.graph_executor.backend
@@ -246,7 +256,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self._check_compiled()
         path = weight
         if isinstance(weight, brainstate.State):
-            path = self.graph_executor.state_id_to_path.get(id(weight), ())
+            path = self.state_id_to_path.get(id(weight), ())
         relations = self.graph.hidden_param_op_relations
         found = [
             r
@@ -316,6 +326,15 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             raise ValueError(
                 'The learner is not compiled yet. Make it with braintrace_fast.compile(model, '
                 'algorithm, *inputs), or call compile_graph(*inputs) first.'
+            )
+        states: Any = self.model.states()
+        used = self.graph_executor.states.items()
+        replaced = [p for p, state in used if states.get(p, state) is not state]
+        if replaced:
+            raise ValueError(
+                f'The states {replaced} were made anew after the model was compiled, so that the '
+                'learner holds the old ones. Use brainstate.nn.reset_all_states(learner, ...), '
+                'which sets their values, or compile again.'
             )
 
     def _single_step(self, *inputs: Any) -> Any:

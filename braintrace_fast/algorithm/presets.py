@@ -28,8 +28,12 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         The name of the learner.
     vjp_method : {'single-step', 'multi-step'}
         How far the learning signal reaches back.
+    fast_solve : bool
+        Accepted for braintrace's sake. The gradient is the same either way, and there is one way.
     trace_dtype : dtype, optional
         The type in which traces are stored; that of the states by default.
+    chunked_trace : bool
+        As for ``fast_solve``.
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
@@ -50,12 +54,16 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         model: brainstate.nn.Module,
         name: str | None = None,
         vjp_method: str = 'single-step',
+        fast_solve: bool = True,
         trace_dtype: Any = None,
+        chunked_trace: bool = True,
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
     ) -> None:
         super().__init__(model, name, vjp_method, control_flow, backend)
+        self.fast_solve = fast_solve
         self.trace_dtype = trace_dtype
+        self.chunked_trace = chunked_trace
 
     def make_engine(self, graph: ETraceGraph) -> MaterializedEngine:
         """The engine that carries the whole trace."""
@@ -82,6 +90,8 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         The name of the learner.
     vjp_method : {'single-step', 'multi-step'}
         How far the learning signal reaches back.
+    fast_solve : bool
+        Accepted for braintrace's sake. The gradient is the same either way, and there is one way.
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
@@ -103,10 +113,12 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         decay_or_rank: float | int | tuple[float | int, float | int],
         name: str | None = None,
         vjp_method: str = 'single-step',
+        fast_solve: bool = True,
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
     ) -> None:
         super().__init__(model, name, vjp_method, control_flow, backend)
+        self.fast_solve = fast_solve
         pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank,) * 2
         if len(pair) != 2:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Driving a learner over sequences: gradients, or the forward pass alone."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import brainstate
@@ -96,7 +96,8 @@ class SequenceDriverMixin:
             From 2 on, windows of so many steps are passed, for ``vjp_method='multi-step'``;
             ``step_fn`` then wraps the model's inputs in :class:`MultiStepData`.
         weights : dict, optional
-            The ``ParamState``s to differentiate by; by default the learner's.
+            The ``ParamState``s to differentiate by, by any keys; by default the learner's, by path.
+            A readout outside the model belongs here.
         reduction : {'mean', 'sum'}
             ``'mean'`` divides by the sum of the mask, or by 1 if that is less.
         loss_output : {'per_step', 'masked', 'scalar'}
@@ -106,8 +107,8 @@ class SequenceDriverMixin:
         return_value : bool
             Whether to return the losses.
         check_finite : bool
-            Whether to refuse losses and gradients that are not finite. Not for use inside a
-            transformation, where values are not known.
+            Whether to refuse losses, gradients, states and traces that are not finite. Not for use
+            inside a transformation, where values are not known.
         pbar : optional
             A progress bar, as brainstate's loops take it; it counts windows of ``trace_every``
             steps.
@@ -139,7 +140,7 @@ class SequenceDriverMixin:
             raise ValueError(
                 f'The mask has shape {mask.shape}, expected ({length},): one weight per step.'
             )
-        states = self.param_states if weights is None else weights
+        states = _check_weights(self.param_states if weights is None else weights)
         expected = () if chunk is None else (chunk,)
 
         def objective(slices: Any, weight: jax.Array) -> Any:
@@ -155,21 +156,22 @@ class SequenceDriverMixin:
         with _unchanged_on_error(self):
             if self._runs_in_windows():
                 windows = self._windows(length, trace, trace_every, pbar)
-                grads, (losses, aux) = self._windows_gradient(
+                totals, (losses, aux) = self._windows_gradient(
                     objective, states, (sequences, mask), windows
                 )
             else:
                 if trace == 'fresh':
                     self.forget()
                 inputs = _in_chunks((sequences, mask), chunk)
-                grads, (losses, aux) = _accumulate(objective, states, inputs, pbar)
+                totals, (losses, aux) = _accumulate(objective, list(states.values()), inputs, pbar)
                 if trace == 'fresh':
                     self.forget()
             losses = losses.reshape(length)
             if check_finite:
-                _check_finite(losses, grads)
+                _check_finite(losses, totals, _carried(self))
         scale = jnp.maximum(mask.sum(), 1) if reduction == 'mean' else jnp.ones(())
-        grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+        totals = jax.tree.map(lambda g: g / scale.astype(g.dtype), totals)
+        grads = dict(zip(states, totals, strict=True))
         value = {
             'per_step': lambda: losses,
             'masked': lambda: losses * mask,
@@ -236,7 +238,8 @@ class SequenceDriverMixin:
         """Gradients over sequences, with the trace read and written once per window."""
         runner = self.graph_executor.runner
         own = {id(state): path for path, state in self.param_states.items()}
-        keys = {own[id(state)]: key for key, state in states.items() if id(state) in own}
+        weights = list(states.values())  # keys may be of types that do not sort together
+        places = {own[id(state)]: i for i, state in enumerate(weights) if id(state) in own}
 
         def step(slices: Any, weight: jax.Array) -> Any:
             def recorded(zeros: Zeros) -> Any:
@@ -244,7 +247,7 @@ class SequenceDriverMixin:
                     value, outputs = objective(slices, weight)
                 return value, (outputs, recorder.factors)
 
-            gradient = brainstate.transform.grad(recorded, states, argnums=0, has_aux=True)
+            gradient = brainstate.transform.grad(recorded, weights, argnums=0, has_aux=True)
             (grads, cotangents), (outputs, factors) = gradient(runner.zeros())
             return (outputs, (factors, runner.as_signals(cotangents))), grads
 
@@ -255,12 +258,12 @@ class SequenceDriverMixin:
             trace = self.engine.window(traced, entry, factors, signals, index, windows.carry)
             total = jax.tree.map(jnp.add, total, grads)
             for path, gradient in traced.result().items():
-                if path in keys:
-                    key = keys[path]
-                    total[key] = jax.tree.map(jnp.add, total[key], gradient)
+                if path in places:
+                    place = places[path]
+                    total[place] = jax.tree.map(jnp.add, total[place], gradient)
             return total, trace, outputs
 
-        zeros = jax.tree.map(jnp.zeros_like, {key: s.value for key, s in states.items()})
+        zeros = jax.tree.map(jnp.zeros_like, [state.value for state in weights])
         return self._run_windows(window, zeros, inputs, windows)
 
     def _evolve_windows(
@@ -367,8 +370,7 @@ class SequenceDriverMixin:
 @contextlib.contextmanager
 def _unchanged_on_error(learner: Any) -> Iterator[None]:
     """Give all states of the learner and its model their values back if the block fails."""
-    executor = learner.graph_executor
-    states = [*executor.states.values(), *learner.own_states]
+    states = _carried(learner)
     values = [state.value for state in states]
     try:
         yield
@@ -388,7 +390,7 @@ def _accumulate(
         grads, outputs = gradient()
         return jax.tree.map(jnp.add, total, grads), outputs
 
-    zeros = jax.tree.map(jnp.zeros_like, {path: s.value for path, s in states.items()})
+    zeros = jax.tree.map(jnp.zeros_like, [state.value for state in states])
     return brainstate.transform.scan(body, zeros, inputs, pbar=pbar)
 
 
@@ -396,20 +398,48 @@ def _length(inputs: PyTree) -> int:
     return jnp.shape(jax.tree.leaves(inputs)[0])[0]
 
 
-def _check_finite(losses: jax.Array, grads: PyTree) -> None:
-    found = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((losses, grads))]
-    if not all(bool(finite) for finite in found):
-        steps = jnp.flatnonzero(~jnp.isfinite(losses))
-        where = f'the losses of steps {steps[:10].tolist()}' if steps.size else 'the gradients'
-        raise FloatingPointError(
-            f'Not finite: {where}. States and traces are as they were before the call. Look for a '
-            'division by zero, an overflow or too large a learning rate.'
+def _carried(learner: Any) -> list[brainstate.State]:
+    """All states that a learner carries from step to step, its model's included."""
+    return [*learner.graph_executor.states.values(), *learner.own_states]
+
+
+def _check_finite(losses: jax.Array, grads: PyTree, carried: list[brainstate.State]) -> None:
+    if isinstance(losses, jax.core.Tracer):
+        raise ValueError(
+            'check_finite=True needs values, which are not known inside jit or another '
+            'transformation. Leave it out there, and check what the transformed function returns.'
         )
+    values = [state.value for state in carried]
+    parts = {'losses': losses, 'gradients': grads, 'states or traces': values}
+    for name, tree in parts.items():
+        leaves = [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        if not all(bool(jnp.isfinite(a).all()) for a in leaves):
+            where = f'the {name}'
+            if name == 'losses':
+                where += f' of steps {jnp.flatnonzero(~jnp.isfinite(losses))[:10].tolist()}'
+            raise FloatingPointError(
+                f'Not finite: {where}. States and traces are as they were before the call. Look '
+                'for a division by zero, an overflow or too large a learning rate.'
+            )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f'{name} is {value!r}; choose one of {choices}.')
+
+
+def _check_weights(weights: Any) -> dict[Any, brainstate.State]:
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f'weights is a {type(weights).__name__}, expected a dict of ParamStates, such as '
+            '{**learner.param_states, "readout": readout.weight}.'
+        )
+    wrong = {
+        key: type(w).__name__ for key, w in weights.items() if not isinstance(w, brainstate.State)
+    }
+    if wrong:
+        raise TypeError(f'weights has {wrong}, expected a ParamState for every key, not its value.')
+    return dict(weights)
 
 
 def _common_length(sequences: tuple[PyTree, ...]) -> int:

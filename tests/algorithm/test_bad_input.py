@@ -102,11 +102,23 @@ def test_a_mask_of_the_wrong_shape(learner, unchanged, mask):
         ({'chunk_size': 2.0}, TypeError, 'Python int'),
         ({'chunk_size': True}, TypeError, 'Python int'),
         ({'step_fn': None}, TypeError, 'step_fn'),
+        ({'pbar': 'yes'}, TypeError, 'pbar'),
+        ({'pbar': 1.5}, TypeError, 'pbar'),
+        ({'pbar': 0}, ValueError, 'should be > 0'),
+        ({'weights': [brainstate.ParamState(0.0)]}, TypeError, 'weights is a list.*dict'),
+        ({'weights': brainstate.ParamState(0.0)}, TypeError, 'weights is a ParamState.*dict'),
+        ({'weights': {'a': 1.0}}, TypeError, "'a': 'float'.*not its value"),
     ],
 )
 def test_wrong_options(learner, unchanged, options, error, message):
     with pytest.raises(error, match=message):
         learner.etrace_grad(XS, **({'step_fn': loss_of(learner)} | options))
+
+
+@pytest.mark.parametrize('pbar', ['yes', 1.5])
+def test_a_wrong_progress_bar_of_evolving(learner, unchanged, pbar):
+    with pytest.raises(TypeError, match='pbar'):
+        learner.etrace_evolve(XS, pbar=pbar)
 
 
 def test_a_chunk_that_does_not_divide_the_sequence():
@@ -169,6 +181,26 @@ def test_gradients_that_are_not_finite_are_refused_on_request(learner, unchanged
         learner.etrace_grad(XS, step_fn=step_fn, check_finite=True)
 
 
+def test_states_that_are_not_finite_are_refused_on_request(learner, unchanged):
+    xs = XS.at[3, 0, 0].set(jnp.nan)
+
+    def step_fn(x):
+        learner(x)
+        return jnp.sum(learner.model.c.value * 0 != 0).astype(x.dtype)  # a loss that hides it
+
+    with pytest.raises(FloatingPointError, match='the states or traces'):
+        learner.etrace_grad(xs, step_fn=step_fn, check_finite=True)
+
+
+def test_finite_values_cannot_be_checked_inside_jit(learner, unchanged):
+    @brainstate.transform.jit
+    def run():
+        return learner.etrace_grad(XS, step_fn=loss_of(learner), check_finite=True)
+
+    with pytest.raises(ValueError, match='not known inside jit'):
+        run()
+
+
 def test_a_learner_used_before_it_is_compiled():
     model = btf.nn.LSTMCell(3, 4)
     brainstate.nn.init_all_states(model, batch_size=BATCH)
@@ -186,6 +218,23 @@ def test_a_learner_used_before_it_is_compiled():
             use()
     for state, value in zip(model.states().values(), before, strict=True):
         assert state.value is value
+
+
+def test_states_that_were_made_anew_after_compiling():
+    learner = new_learner()
+    brainstate.nn.init_all_states(learner.model, batch_size=BATCH)
+    trace = learner.trace.value
+    for use in (
+        lambda: learner(XS[0]),
+        lambda: learner.etrace_grad(XS, step_fn=loss_of(learner)),
+        lambda: learner.etrace_evolve(XS),
+        lambda: learner.reset_state(),
+    ):
+        with pytest.raises(ValueError, match=r"\('h',\).*made anew.*reset_all_states"):
+            use()
+    assert learner.trace.value is trace
+    learner.compile_graph(XS[0])
+    learner(XS[0])
 
 
 @pytest.mark.parametrize(

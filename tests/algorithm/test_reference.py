@@ -22,7 +22,7 @@ import saiunit as u
 
 import braintrace_fast as btf
 from braintrace_fast import testing
-from tests.models import lif, parameter
+from tests.models import alif, lif, parameter
 from tests.oracles import random_projection
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -100,6 +100,38 @@ class ReadsOutput(Leaky):
         return self.h.value + y
 
 
+class ReadsOld(Leaky):
+    def update(self, x):
+        old = self.h.value
+        return super().update(x) * old
+
+
+class Normalised(Leaky):
+    """The op's output passes a layer normalisation, whose Jacobian has rows that sum to 0."""
+
+    def drive(self, x):
+        y = super().drive(x)
+        y = y - y.mean(axis=-1, keepdims=True)
+        return y / jnp.sqrt((y**2).mean(axis=-1, keepdims=True))
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + self.drive(x)
+        return self.h.value
+
+
+class UsedBackwards(brainstate.nn.Module):
+    """Two layers; the one that is defined last is used first."""
+
+    def __init__(self, lib: ModuleType):
+        super().__init__()
+        self.a = Cell(lib, 'ValinaRNNCell', activation='tanh')
+        self.b = lib.nn.GRUCell(N_IN, 2 * N)
+
+    def update(self, x):
+        b = self.b(x)
+        return self.a(x) + b[..., :N]
+
+
 class Doubled(Leaky):
     def weight(self):
         return 2 * self.W.value
@@ -133,9 +165,9 @@ class Checkpointed(Leaky):
 class Spiking(brainstate.nn.Module):
     """A spiking layer; with a synapse its voltage reads the new current."""
 
-    def __init__(self, lib: ModuleType, synapse: bool):
+    def __init__(self, lib: ModuleType, synapse: bool, neurons: Any = lif):
         super().__init__()
-        self.neu = lif(N)
+        self.neu = neurons(N)
         unit = u.mS if synapse else u.mV
         weights = braintools.init.Normal(0.5 * unit, 1.0 * unit)
         comm = lib.nn.Linear(N_IN + N, N, weights, braintools.init.Constant(0.1 * unit))
@@ -160,12 +192,16 @@ MODELS = {
     'skip': Skip,
     'plain_readout': PlainReadout,
     'reads_output': ReadsOutput,
+    'reads_old': ReadsOld,
+    'normalised': Normalised,
+    'used_backwards': UsedBackwards,
     'doubled': Doubled,
     'masked': Masked,
     'transposed': Transposed,
     'checkpoint': Checkpointed,
     'lif': partial(Spiking, synapse=False),
     'lif_expon': partial(Spiking, synapse=True),
+    'alif_expon': partial(Spiking, synapse=True, neurons=alif),
 }
 RULES = {'d_rtrl': ('D_RTRL', {}), 'pp_prop': ('pp_prop', {'decay_or_rank': (0.8, 0.9)})}
 
@@ -284,6 +320,9 @@ def test_states_that_read_each_others_new_value_count_once(reference):
     ours, theirs, true = step_gradients(reference, 'lif_expon')
     assert ratio(theirs['comm'], true['comm']) == pytest.approx(2.0, rel=1e-9)
     assert ratio(ours['comm'], true['comm']) == pytest.approx(1.0, rel=1e-12)
+    ours, theirs, true = step_gradients(reference, 'alif_expon')
+    assert ratio(theirs['comm'], true['comm']) == pytest.approx(2.0, rel=0.1)
+    assert relative_error(ours['comm'], true['comm']) < 1e-12
     ours, theirs, true = step_gradients(reference, 'lstm')
     for gate, deviation in {'Wi': 2.0, 'Wf': 2.0, 'Wg': 2.0, 'Wo': 1.0}.items():
         assert ratio(theirs[gate], true[gate]) == pytest.approx(deviation, rel=1e-9)
@@ -306,6 +345,31 @@ def test_an_output_that_reads_a_gate_or_y_directly_counts(reference):
     ours, theirs, true = step_gradients(reference, 'reads_output')
     assert relative_error(theirs['W'], true['W']) > 0.3
     assert relative_error(ours['W'], true['W']) < 1e-12
+
+
+def test_an_output_that_reads_the_state_of_the_step_before_counts(reference):
+    ours, theirs = (gradient(lib, 'reads_old') for lib in (btf, reference))
+    assert relative_error(theirs, truth('reads_old')) > 0.1
+    assert relative_error(ours, truth('reads_old')) < 1e-10
+
+
+def test_an_operation_that_mixes_positions_before_the_state_is_differentiated(reference):
+    ours, theirs, true = step_gradients(reference, 'normalised')
+    assert np.abs(flat(theirs['W'])).max() < 1e-10 * np.abs(flat(true['W'])).max()
+    assert relative_error(ours['W'], true['W']) < 1e-12
+    learner, _ = learner_of(btf, 'normalised', 'd_rtrl')
+    kind = btf.DiagnosticKind.TAIL_NOT_POSITION_WISE
+    assert {record.weight_path for record in learner.graph.explain(kind=kind)} == {('W',)}
+
+
+def test_groups_are_in_the_order_of_the_models_states(reference):
+    orders = [
+        [group.hidden_paths for group in learner_of(lib, 'used_backwards', 'd_rtrl')[0].graph[1]]
+        for lib in (btf, reference)
+    ]
+    states = build(btf, 'used_backwards')[0].states(brainstate.HiddenState)
+    assert orders[0] == [[path] for path in states]
+    assert orders[1] == orders[0][::-1]
 
 
 def loop_gradient(lib: ModuleType, name: str) -> Any:

@@ -11,6 +11,7 @@ import pytest
 
 import braintrace_fast as btf
 from braintrace_fast import testing
+from braintrace_fast._compat import jaxprs_in_params, open_jaxpr
 from tests.algorithm.learning import (
     ALGORITHMS,
     BATCH,
@@ -63,7 +64,7 @@ def test_one_step_from_a_zero_trace_gives_the_gradient_of_the_step(case, algorit
 
 
 @every_algorithm
-@some_models('gru', 'lif_expon', 'units')
+@every_model
 def test_one_step_in_float32_gives_the_gradient_of_the_step_up_to_rounding(case, algorithm):
     learned = learning(case, algorithm)
     x, true = gradient_of_step(case.name, 32)
@@ -95,12 +96,12 @@ def test_a_sequence_in_float32_gives_the_recurrence_up_to_rounding(case, algorit
     check(found, recurrence_of(case, algorithm), rtol=2e-5)
 
 
-SOME = ('lstm', 'minimal_rnn', 'alif_expon', 'hidden_group_state', 'units', 'learned_leak')
-
-
 @every_algorithm
-@some_models(*SOME, 'two_layers', 'masked_weight')
+@every_model
 def test_windows_give_the_gradient_of_the_window_and_the_trace_before_it(case, algorithm, x64):
+    skip_if_positions_mix(case)
+    if case.forward_mode or (case.name == 'drop_connect' and algorithm == 'pp_prop'):
+        pytest.skip('refused when it is compiled')
     learned = learning(case, algorithm, vjp_method='multi-step')
     begin(learned)
 
@@ -111,17 +112,70 @@ def test_windows_give_the_gradient_of_the_window_and_the_trace_before_it(case, a
     check(found, recurrence_of(case, algorithm, window=2, outputs_only=True), rtol=1e-10)
 
 
+OWN_WEIGHTS = ('cond', 'switch', 'drop_connect')
+"""Models that, when mapped, give each example a weight of its own (JAX does so in a ``cond``)."""
+
+
+# brainstate finds the states of a mapped model by running it on zeros.
+@pytest.mark.filterwarnings('ignore:invalid value encountered in divide:RuntimeWarning')
 @every_algorithm
-@some_models(*SOME)
+@every_model
 def test_a_mapped_model_learns_as_one_written_for_a_batch(case, algorithm, x64):
+    skip_if_positions_mix(case)
+    if case.name in OWN_WEIGHTS:
+        pytest.skip('see the next test')
+    if case.name == 'noise':
+        pytest.skip('a mapped model draws other random numbers')
     xs = case.build(BATCH)[1](0, STEPS)
     model, _ = case.build(None)
     options = ALGORITHMS[algorithm][1]
     learner = btf.compile(model, algorithm, at(xs, 0), batch_size=BATCH, vmap=True, **options)
     found = learner.etrace_grad(xs, step_fn=partial(output_loss, learner), reduction='sum')
-    path_of = {id(state): path for path, state in model.states(brainstate.ParamState).items()}
-    found = {path_of[id(learner.param_states[path])]: g for path, g in found.items()}
     check(found, recurrence_of(case, algorithm, outputs_only=True), rtol=1e-10)
+
+
+@some_models(*OWN_WEIGHTS)
+def test_a_mapped_model_with_a_weight_per_example_is_refused(case):
+    xs = case.build(BATCH)[1](0, 1)
+    with pytest.raises(btf.CompilationError, match=r"\('W',\) passes through no ETP op"):
+        btf.compile(case.build(None)[0], 'd_rtrl', at(xs, 0), batch_size=BATCH, vmap=True)
+
+
+def shapes_in(jaxpr):
+    """The shapes of all values that equations compute, inner jaxprs included."""
+    for eqn in jaxpr.eqns:
+        yield from (tuple(getattr(v.aval, 'shape', ())) for v in eqn.outvars)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from shapes_in(open_jaxpr(inner)[0])
+
+
+@every_algorithm
+@pytest.mark.parametrize('unit', ['GRUCell', 'LSTMCell'])
+def test_no_example_of_a_mapped_model_has_weight_gradients_of_its_own(unit, algorithm):
+    batch, n_in, n = 7, 3, 11
+
+    def examples_weights(vmap):
+        """How many values have a batch axis and the axes of a weight."""
+        xs = jnp.ones((STEPS, batch, n_in))
+        learner = btf.compile(
+            getattr(btf.nn, unit)(n_in, n),
+            algorithm,
+            xs[0],
+            batch_size=batch,
+            vmap=vmap,
+            **ALGORITHMS[algorithm][1],
+        )
+        jaxpr, _ = brainstate.transform.make_jaxpr(
+            lambda: learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2))
+        )()
+        shapes = list(shapes_in(jaxpr.jaxpr))
+        assert (n_in + n, n) in shapes
+        return [sorted(shape) for shape in shapes].count(sorted((batch, n_in + n, n)))
+
+    # D-RTRL's trace itself has such a shape: mapping the model must add none.
+    written_for_a_batch = examples_weights(vmap=False)
+    assert (written_for_a_batch > 0) == (algorithm == 'd_rtrl')
+    assert examples_weights(vmap=True) == written_for_a_batch
 
 
 @some_models('gru', 'lif_expon')
