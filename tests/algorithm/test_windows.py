@@ -1,0 +1,171 @@
+"""Windows give what the step-by-step engines give, and the recurrence."""
+
+import functools
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import braintrace_fast as btf
+from tests.algorithm.learning import (
+    BATCH,
+    STEPS,
+    add_trees,
+    at,
+    begin,
+    check,
+    learning,
+    recurrence_of,
+    set_states,
+    step_loss,
+)
+from tests.algorithm.test_table import every_algorithm, every_model, skip_if_positions_mix
+from tests.models import MODELS
+
+
+def in_windows(learned, **options):
+    loss = step_loss(learned.model)
+    step = functools.partial(loss, learned.learner)
+    return learned.learner.etrace_grad(learned.xs, step_fn=step, reduction='sum', **options)
+
+
+@every_algorithm
+@every_model
+def test_windows_give_the_gradient_of_the_recurrence(case, algorithm, x64):
+    """Six steps in windows of four and two."""
+    skip_if_positions_mix(case)
+    learned = learning(case, algorithm)
+    begin(learned)
+    check(in_windows(learned, trace_every=4), recurrence_of(case, algorithm), rtol=1e-10)
+
+
+def some_models(*names):
+    return pytest.mark.parametrize('case', [MODELS[n] for n in names], ids=names)
+
+
+SOME = ('lstm', 'lif_expon', 'gif_synapse', 'learned_leak', 'old_spike_output')
+SOME = tuple(name for name in SOME if name in MODELS)
+
+
+@every_algorithm
+@some_models(*SOME)
+@pytest.mark.parametrize('every', [1, 3, STEPS])
+def test_a_window_leaves_the_trace_that_steps_leave(case, algorithm, every, x64):
+    learned = learning(case, algorithm)
+    begin(learned)
+    by_step = add_trees([learned.step(at(learned.xs, t)) for t in range(STEPS)])
+    expected = jax.tree.map(jnp.copy, [s.value for s in learned.learner.own_states])
+    begin(learned)
+    check(in_windows(learned, trace_every=every), by_step, rtol=1e-10)
+    found = [s.value for s in learned.learner.own_states]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@every_algorithm
+@some_models('lstm', 'lif_expon')
+def test_evolved_then_differentiated(case, algorithm, x64):
+    learned = learning(case, algorithm)
+    learner, xs = learned.learner, learned.xs
+    begin(learned)
+    for t in range(4):
+        learner(at(xs, t))
+    expected = add_trees([learned.step(at(xs, t)) for t in range(4, STEPS)])
+    begin(learned)
+    first = jax.tree.map(lambda a: a[:4], xs)
+    last = jax.tree.map(lambda a: a[4:], xs)
+    learner.etrace_evolve(first, trace_every=3)
+    step = functools.partial(step_loss(learned.model), learner)
+    check(learner.etrace_grad(last, step_fn=step, reduction='sum'), expected, rtol=1e-10)
+
+
+@every_algorithm
+@some_models('lstm', 'lif_expon')
+def test_several_calls_give_the_gradient_of_one(case, algorithm, x64):
+    learned = learning(case, algorithm)
+    begin(learned)
+    whole = in_windows(learned)
+    begin(learned)
+    step = functools.partial(step_loss(learned.model), learned.learner)
+    pieces = [
+        jax.tree.map(lambda a, s=s: a[s], learned.xs)
+        for s in (slice(1), slice(1, 4), slice(4, None))
+    ]
+    found = [learned.learner.etrace_grad(p, step_fn=step, reduction='sum') for p in pieces]
+    check(add_trees(found), whole, rtol=1e-10)
+
+
+@every_algorithm
+@some_models('lstm', 'lif_expon')
+@pytest.mark.parametrize('every', [None, 2])
+def test_fresh_sequences_know_nothing_of_those_before(case, algorithm, every, x64):
+    learned = learning(case, algorithm)
+    begin(learned)
+    expected = in_windows(learned)
+    after = in_windows(learned)  # goes on from there
+    begin(learned)
+    in_windows(learned)
+    fresh = in_windows_from_start(learned, trace='fresh', trace_every=every)
+    check(fresh, expected, rtol=1e-10)
+    assert int(learned.learner.running_index.value) == 0
+    check(in_windows_from_start(learned), expected, rtol=1e-10)
+    assert not np.allclose(jax.tree.leaves(after)[0], jax.tree.leaves(expected)[0])
+
+
+def in_windows_from_start(learned, **options):
+    """With the model's states set back, and the trace as it is."""
+    set_states(learned.model, learned.start)
+    return in_windows(learned, **options)
+
+
+def test_a_fresh_window_builds_no_trace():
+    learner = btf.compile(btf.nn.GRUCell(30, 40), 'd_rtrl', jnp.ones((BATCH, 30)), batch_size=BATCH)
+    xs = jnp.ones((5, BATCH, 30))
+
+    def builds_a_trace(**options):
+        function = brainstate.transform.StatefulFunction(
+            lambda: learner.etrace_grad(xs, step_fn=lambda x: learner(x).sum(), **options)
+        )
+        return (BATCH, 70, 40) in set(made_shapes(function.make_jaxpr().get_jaxpr().jaxpr))
+
+    assert builds_a_trace(trace='carry')
+    assert builds_a_trace(trace='fresh', trace_every=2)
+    assert not builds_a_trace(trace='fresh')
+
+
+def made_shapes(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.shape for v in eqn.outvars)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from made_shapes(getattr(inner, 'jaxpr', inner))
+
+
+@pytest.mark.parametrize('reduction', ['mean', 'sum'])
+def test_masks_weigh_the_losses(reduction, x64):
+    learned = learning(MODELS['lif_expon'], 'd_rtrl')
+    step = functools.partial(step_loss(learned.model), learned.learner)
+    mask = jnp.array([0.0, 1.0, 0.5, 0.0, 2.0, 1.0])
+    options = dict(step_fn=step, mask=mask, reduction=reduction)
+    begin(learned)
+    expected = learned.learner.etrace_grad(learned.xs, trace_every=1, **options)
+    begin(learned)
+    check(learned.learner.etrace_grad(learned.xs, trace_every=4, **options), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ('every', 'error'), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)]
+)
+def test_a_wrong_trace_every_is_refused(every, error):
+    learned = learning(MODELS['gru'], 'd_rtrl')
+    begin(learned)
+    with pytest.raises(error, match='trace_every'):
+        in_windows(learned, trace_every=every)
+
+
+def test_an_unknown_trace_is_refused():
+    learned = learning(MODELS['gru'], 'd_rtrl')
+    with pytest.raises(ValueError, match="'carry', 'fresh'"):
+        in_windows(learned, trace='keep')

@@ -1,0 +1,122 @@
+"""``adjoint_scan`` and ``trace_carry`` against the step recurrence, in numpy and float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braintrace_fast.kernels.adjoint_scan import adjoint_scan
+from braintrace_fast.kernels.factored_trace import factored_trace, smooth
+from braintrace_fast.kernels.trace_carry import trace_carry
+from braintrace_fast.op.matmul import matmul_p
+
+PARAMS = dict(has_bias=False, precision=None)
+BATCH, INPUTS, SIZE = 2, 3, 4
+
+
+class Rules:
+    """The dense op's rules."""
+
+    @staticmethod
+    def decay(plane, trace):
+        return matmul_p.trace_rules.decay(plane, trace, **PARAMS)
+
+    @staticmethod
+    def outer_sum(x, plane):
+        return matmul_p.trace_rules.outer_sum(x, plane, **PARAMS)
+
+
+@st.composite
+def factors(draw):
+    """Random planes, dense and as planes with None for what is structurally zero."""
+    size = draw(st.integers(1, 4))
+    steps = draw(st.integers(1, 7))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    scale = draw(st.sampled_from([0.0, 0.5, 1.5]))
+    present = np.array(draw(st.lists(st.booleans(), min_size=size * size, max_size=size * size)))
+    present = present.reshape(size, size)
+    reached = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    reached[0] = True
+    bypass = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    shape = (steps, BATCH, SIZE)
+    D = scale * rng.normal(size=(size, size, *shape)) * present[:, :, None, None, None]
+    D *= rng.random(D.shape) < 0.8  # resets
+    f = rng.normal(size=(size, *shape)) * reached[:, None, None, None]
+    L, R = rng.normal(size=(2, size, *shape))
+    R *= bypass[:, None, None, None]
+    x = rng.normal(size=(steps, BATCH, INPUTS))
+    start = rng.normal(size=(size, BATCH, INPUTS, SIZE))
+    planes = dict(
+        D=[
+            [jnp.asarray(D[s, q]) if present[s, q] else None for q in range(size)]
+            for s in range(size)
+        ],
+        f=[jnp.asarray(f[s]) if reached[s] else None for s in range(size)],
+        L=list(map(jnp.asarray, L)),
+        R=[jnp.asarray(R[q]) if bypass[q] else None for q in range(size)],
+    )
+    return dict(D=D, f=f, L=L, R=R, x=x, start=start), planes
+
+
+def recurrence(D, f, L, R, x, start):
+    """The trace and the gradient, step by step, as they are defined."""
+    e, gradient = start, 0.0
+    for t in range(x.shape[0]):
+        past = np.einsum('sqbo,qbio->sbio', D[:, :, t], e)
+        gradient = gradient + np.einsum('sbo,sbio->io', L[:, t], past)
+        gradient = gradient + np.einsum('qbo,qbio->io', R[:, t], e)
+        e = past + np.einsum('sbo,bi->sbio', f[:, t], x[t])
+    return e, gradient
+
+
+@settings(max_examples=60)
+@given(factors())
+def test_a_window_is_the_recurrence(x64, case):
+    dense, planes = case
+    trace, gradient = recurrence(**dense)
+    found = adjoint_scan(planes['D'], [planes['f']], planes['L'], planes['R'], carry=True)
+    x, start = jnp.asarray(dense['x']), jnp.asarray(dense['start'])
+    total = np.zeros((INPUTS, SIZE))
+    if found.w[0] is not None:
+        total = total + np.einsum('tbi,tbo->io', dense['x'], np.asarray(found.w[0]))
+    for nu, e in zip(found.nu, dense['start'], strict=True):
+        if nu is not None:
+            total = total + np.einsum('bo,bio->io', np.asarray(nu), e)
+    np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
+    old = [{'weight': e} for e in start]
+    kept = [True] * len(old)
+    new = trace_carry(Rules, x, found.P, found.u[0], old, kept)
+    for s, e in enumerate(new):
+        value = np.zeros_like(trace[s]) if e is None else e['weight']
+        np.testing.assert_allclose(value, trace[s], rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=40)
+@given(factors(), st.floats(0, 0.99))
+def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
+    dense, planes = case
+    start = dense['start'][:, :, 0]
+    found = factored_trace(planes['D'], planes['f'], list(map(jnp.asarray, start)), decay)
+    xhat = smooth(jnp.asarray(dense['x']), jnp.zeros((BATCH, INPUTS)), decay)
+    fhat, x = start, np.zeros((BATCH, INPUTS))
+    for t in range(dense['x'].shape[0]):
+        past = np.einsum('sqbo,qbo->sbo', dense['D'][:, :, t], fhat)
+        fhat = decay * past + (1 - decay) * dense['f'][:, t]
+        x = decay * x + dense['x'][t]
+        np.testing.assert_allclose(xhat[t], x, rtol=1e-9, atol=1e-9)
+        for s, plane in enumerate(found):
+            np.testing.assert_allclose(plane[t], fhat[s], rtol=1e-9, atol=1e-9)
+
+
+def test_planes_of_two_shapes_are_refused():
+    with pytest.raises(ValueError, match='of one shape'):
+        adjoint_scan([[jnp.ones((3, 2))]], [[jnp.ones((3, 4))]])
+    with pytest.raises(ValueError, match='L has 2 planes, expected 1'):
+        adjoint_scan([[jnp.ones((3, 2))]], [[jnp.ones((3, 2))]], [None, None])
+    with pytest.raises(ValueError, match='u has 2 planes'):
+        trace_carry(Rules, jnp.ones((3, 2)), [[None]], [None, None], None, [True])
+    with pytest.raises(ValueError, match='D has 2 planes'):
+        factored_trace([[None]] * 2, [None], [jnp.ones(2)], 0.5)
+    with pytest.raises(ValueError, match='x has shape'):
+        smooth(jnp.ones((3, 2)), jnp.ones(3), 0.5)

@@ -1,0 +1,106 @@
+"""A loop that is split gives what the loop gives."""
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from braintrace_fast.runtime.fission import loop, stateful_loop
+
+
+def plain(body, carry, xs):
+    def step(carry, x):
+        carry, ys, terms = body(carry, x)
+        return carry, (ys, terms)
+
+    carry, (ys, terms) = lax.scan(step, carry, xs)
+    return carry, ys, jax.tree.map(lambda a: a.sum(0), terms)
+
+
+def check_same(body, carry, xs):
+    found, expected = loop(body, carry, xs), plain(body, carry, xs)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+rng = np.random.default_rng(0)
+W = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
+XS = jnp.asarray(rng.normal(size=(5, 3, 4)), jnp.float32)
+
+
+def test_the_gradient_of_a_recurrent_step():
+    def body(carry, x):
+        h, w = carry
+
+        def loss(w):
+            new = jnp.tanh(x @ w + h)
+            return (new**2).sum(), new
+
+        (value, new), gradient = jax.value_and_grad(loss, has_aux=True)(w)
+        return (new, w), (value, new), {'w': gradient, 'twice': 2 * gradient.T, 'one': 1.0}
+
+    check_same(body, (jnp.zeros((3, 4)), W), XS)
+
+
+def test_products_are_summed_in_one_product():
+    def body(carry, x):
+        return carry + x, (), x.T @ carry
+
+    jaxpr = jax.make_jaxpr(lambda xs: loop(body, jnp.zeros((3, 4)), xs))(XS)
+    dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'dot_general']
+    contracted = [eqn.params['dimension_numbers'][0] for eqn in dots]
+    assert [(0 in a, 0 in b) for a, b in contracted] == [(True, True)]
+    check_same(body, jnp.zeros((3, 4)), XS)
+
+
+def test_what_no_state_waits_for_is_not_in_the_loop():
+    def body(h, x):
+        return jnp.tanh(h + x), jnp.sin(h) @ W, ()
+
+    jaxpr = jax.make_jaxpr(lambda xs: loop(body, jnp.zeros((3, 4)), xs))(XS)
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan')
+    inside = {eqn.primitive.name for eqn in scan.params['jaxpr'].jaxpr.eqns}
+    assert 'tanh' in inside and not inside & {'sin', 'dot_general'}
+    check_same(body, jnp.zeros((3, 4)), XS)
+
+
+def test_results_that_do_not_move_and_literals():
+    def body(carry, x):
+        h, still = carry
+        return (x, still), (still, h, jnp.zeros(2), x), (still, 3.0, h)
+
+    check_same(body, (jnp.zeros((3, 4)), jnp.arange(2.0)), XS)
+
+
+def test_nothing_to_carry():
+    check_same(lambda carry, x: (carry, 2 * x, x), (), XS)
+
+
+def test_control_flow_and_random_numbers_inside():
+    def body(carry, x):
+        h, key = carry
+        key, sub = jax.random.split(key)
+        noise = jax.random.normal(sub, h.shape)
+        h = lax.cond(h.sum() > 0, lambda a: a + noise, lambda a: a - x, h)
+        _, seen = lax.scan(lambda a, b: (a + b, a * b), h[0], h)
+        return (h, key), seen, (noise * x).sum()
+
+    check_same(body, (jnp.ones((3, 4)), jax.random.PRNGKey(0)), XS)
+
+
+def test_states_are_read_and_written():
+    state, untouched = brainstate.ShortTermState(jnp.zeros(4)), brainstate.ParamState(W)
+
+    def step(x):
+        state.value = jnp.tanh(x.sum(0) @ untouched.value + state.value)
+        return state.value * 2, (state.value,)
+
+    ys, (total,) = stateful_loop(step, (XS,))
+    last = state.value
+    state.value = jnp.zeros(4)
+    expected = brainstate.transform.for_loop(lambda x: step(x)[0], XS)
+    np.testing.assert_allclose(ys, expected, rtol=1e-5)
+    np.testing.assert_allclose(total, expected.sum(0) / 2, rtol=1e-5)
+    np.testing.assert_allclose(last, state.value, rtol=1e-5)
