@@ -32,6 +32,7 @@ __all__ = [
     'Only',
     'Outcome',
     'align_results',
+    'cuts_by_design',
     'forget_indices',
     'identity_alignment',
     'is_inexact',
@@ -109,7 +110,7 @@ def align_results(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[O
         outcomes: list[Outcome] = [_elementwise(eqn, operands)]
     elif name in _NO_DERIVATIVE:
         outcomes = [None] * len(eqn.outvars)
-    elif name in _MIXING or _cuts(eqn.primitive):
+    elif name in _MIXING or cuts_by_design(eqn.primitive):
         outcomes = [MIXED] * len(eqn.outvars)
     elif name in _RULES:
         outcomes = _RULES[name](eqn, operands)
@@ -121,7 +122,8 @@ def align_results(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[O
     ]
 
 
-def _cuts(primitive: Any) -> bool:
+def cuts_by_design(primitive: Any) -> bool:
+    """Whether an op is a place where paths between positions end, as an ETP op does."""
     return isinstance(primitive, ETPPrimitive) and not primitive.gradient_enabled
 
 
