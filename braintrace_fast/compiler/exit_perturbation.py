@@ -26,13 +26,14 @@ from .._compat import (
     new_var,
     open_jaxpr,
 )
-from .alignment import is_inexact, passes_derivative
+from .alignment import passes_derivative
 from .control_flow import has_while
 from .flow import Flow
 from .hidden_group import HiddenGroup
 from .module_info import ModuleInfo
 from .perturbation import single_equation
 from .relation import HiddenParamOpRelation
+from .while_loop import with_reverse_mode
 
 __all__ = ['ExitPerturbation', 'add_exit_perturbation']
 
@@ -257,6 +258,8 @@ class _Rewriter:
     def evaluate(self, index: int, world: World) -> None:
         eqn = self.flow.eqns[index]
         constants = self.constant_operands(eqn)
+        if has_while(eqn):
+            eqn = with_reverse_mode(eqn)
         operands = []
         for place, v in enumerate(eqn.invars):
             operand = self.copy(v, self.operand_world(index, place, world))
@@ -271,15 +274,12 @@ class _Rewriter:
     def constant_operands(self, eqn: JaxprEqn) -> set[int]:
         """Operands by which nothing is differentiated.
 
-        These are the traced weights, for which ``c (x) x`` stands, and what enters a ``while``,
-        which has no reverse mode: only old states do, and ``D`` counts them.
+        These are the traced weights, for which ``c (x) x`` stands.
         """
         relation = next((self.static_relations.get(v) for v in eqn.outvars), None)
         if relation is not None:
             positions = relation.primitive.trainable_invars(eqn.params)
             return {positions[key] for key in relation.trainable_vars}
-        if has_while(eqn):
-            return {i for i, v in enumerate(eqn.invars) if is_inexact(v.aval)}
         return set()
 
     def store(self, v: Var, world: World, result: Var) -> None:
