@@ -44,7 +44,7 @@ class CarriedStates:
         self._results = frozenset([*results, *minfo.hidden_outvar_to_invar])
 
     def reached_from(self, sources: Iterable[Var], over_time: bool = False) -> set[Var]:
-        """The variables that derivatives by the sources flow into, also in later steps."""
+        """The variables that derivatives by the sources flow into; in later steps too if asked."""
         reached = {v for v in sources if is_inexact(v.aval)}
         size = -1
         while len(reached) > size:
@@ -53,9 +53,10 @@ class CarriedStates:
                 if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
                     flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
                     reached.update(v for v, passes in flows if passes)
-            if over_time:
-                pairs = (pair for found in self._pairs.values() for pair in found)
-                reached.update(old for old, new in pairs if new in reached)
+            if not over_time:
+                break
+            pairs = (pair for found in self._pairs.values() for pair in found)
+            reached.update(old for old, new in pairs if new in reached)
         return reached
 
     def lasting(self, sources: Iterable[Var]) -> list[Path]:

@@ -4,7 +4,7 @@
 opened only when an ETP op is inside (a ``cond`` becomes both branches and a ``select_n``, a
 ``scan`` is unrolled); all others stay as they are, because the later passes look into them.
 ``custom_jvp`` and ``custom_vjp`` calls are never opened: their rule is the derivative that the
-user asked for.
+user asked for. A ``scatter`` at a fixed place is taken apart, so that its positions are known.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,9 @@ from .._compat import (
     struct,
 )
 from ..op import ETPPrimitive
+from .alignment import is_inexact
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
+from .scatter import scatter_in_pieces
 
 __all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_while']
 
@@ -156,6 +158,7 @@ class _Flattener:
         self.policy = policy
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[Var, Any] = {}
+        self.indices: dict[Var, int] = {}
 
     def equations(
         self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], outer: JaxprEqn | None = None
@@ -178,6 +181,9 @@ class _Flattener:
                 outvars = [v if isinstance(v, DropVar) else new_var(v.aval) for v in outvars]
                 env.update(zip(eqn.outvars, outvars, strict=True))
             self.eqns.append(eqn.replace(invars=operands, outvars=outvars))
+            if eqn.primitive.name == 'broadcast_in_dim' and isinstance(operands[0], Literal):
+                if not is_inexact(operands[0].aval):
+                    self.indices[outvars[0]] = int(operands[0].val)
 
     def inline(self, outer: JaxprEqn, closed: Any, operands: Sequence[Atom]) -> list[Atom]:
         jaxpr, consts = open_jaxpr(closed)
@@ -203,6 +209,11 @@ class _Flattener:
             return self.convert_cond(eqn, operands)
         if name == 'scan' and contains_etp_op(eqn):
             return self.unroll_scan(eqn, operands)
+        if name in ('scatter', 'scatter-add'):
+            array, index, update = operands
+            known = None if isinstance(index, Literal) else self.indices.get(index)
+            pieces = None if known is None else scatter_in_pieces(eqn, known)
+            return None if pieces is None else [self.call(eqn, pieces, array, update)]
         return None
 
     def convert_cond(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:

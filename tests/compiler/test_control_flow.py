@@ -743,6 +743,43 @@ def test_a_refused_loop_leaves_an_error_record():
     )
 
 
+# Scatters at a fixed place
+
+
+@pytest.mark.parametrize(
+    'leak, slope',
+    [
+        (lambda h: (0.8 * h).at[2:].add(-0.1 * h[2:]), [0.8, 0.8, 0.7, 0.7, 0.7]),
+        (lambda h: (0.8 * h).at[1:3].set(0.5 * h[1:3]), [0.8, 0.5, 0.5, 0.8, 0.8]),
+        (lambda h: (0.8 * h).at[-1:].set(0.5 * h[-1:]), [0.8, 0.8, 0.8, 0.8, 0.5]),
+        (lambda h: (0.8 * h).at[:].add(h), [1.8] * 5),
+    ],
+)
+def test_a_part_of_a_state_that_is_set_in_place_stays_position_wise(leak, slope):
+    model, graph, x = compiled(lambda: Leaking(leak))
+    assert graph.hidden_groups[0].is_position_wise
+    assert_close(only_D(checked(model, graph, x)), np.asarray(slope))
+
+
+def test_a_plane_that_is_set_no_longer_depends_on_itself():
+    class Planes(Leaky):
+        def init_state(self, batch_size=None, **_):
+            self.h = brainstate.HiddenGroupState(jnp.zeros((N, 2)))
+
+        def drive(self, x):
+            return btf.matmul(x, self.W.value[:N_IN])
+
+        def update(self, x):
+            first, second = self.h.value[..., 0], self.h.value[..., 1]
+            self.h.value = self.h.value.at[..., 0].set(0.5 * second + self.drive(x))
+            self.h.value = self.h.value.at[..., 1].add(first)
+            return self.h.value
+
+    model, graph, x = compiled(Planes)
+    assert graph.hidden_groups[0].pattern == ((False, True), (True, True))
+    checked(model, graph, x)
+
+
 # The policy itself
 
 
