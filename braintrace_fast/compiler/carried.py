@@ -43,8 +43,14 @@ class CarriedStates:
         results = [v for v in outputs if not isinstance(v, Literal)]
         self._results = frozenset([*results, *minfo.hidden_outvar_to_invar])
 
-    def reached_from(self, sources: Iterable[Var], over_time: bool = False) -> set[Var]:
-        """The variables that derivatives by the sources flow into; in later steps too if asked."""
+    def reached_from(
+        self, sources: Iterable[Var], over_time: bool = False, stop: Iterable[Var] = ()
+    ) -> set[Var]:
+        """The variables that derivatives by the sources flow into, by ways past those of ``stop``.
+
+        With ``over_time``, also in later steps.
+        """
+        stop = frozenset(stop)
         reached = {v for v in sources if is_inexact(v.aval)}
         size = -1
         while len(reached) > size:
@@ -52,7 +58,7 @@ class CarriedStates:
             for eqn in self._eqns:
                 if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
                     flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
-                    reached.update(v for v, passes in flows if passes)
+                    reached.update(v for v, passes in flows if passes and v not in stop)
             if not over_time:
                 break
             pairs = (pair for found in self._pairs.values() for pair in found)

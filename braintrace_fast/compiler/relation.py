@@ -1,13 +1,14 @@
 """Which weights reach which hidden groups, through which ops, and why others do not."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
 from .._compat import (
+    UNKNOWN_LINE,
     DropVar,
     Jaxpr,
     JaxprEqn,
@@ -245,6 +246,7 @@ class _Finder:
         self.ways = WeightWays(minfo)
         self.carried = CarriedStates(minfo)
         self.groups = list({group.index: group for group in hid_path_to_group.values()}.values())
+        self.outputs = _variables(minfo.jaxpr.outvars[: minfo.num_var_out])
         self.explained: set[Path] = set()
 
     def relation(self, eqn: JaxprEqn) -> HiddenParamOpRelation | None:
@@ -564,7 +566,7 @@ class _Finder:
                     hidden_paths=tuple(paths),
                 )
 
-    def refuse_while(self, eqn: JaxprEqn, paths: list[Path], message: str) -> None:
+    def refuse_while(self, eqn: JaxprEqn, paths: list[Path], message: str) -> NoReturn:
         loop = _first_while(eqn)
         text = message.format(paths)
         for path in paths:
@@ -574,10 +576,10 @@ class _Finder:
         raise NotImplementedError(f'{source_line(loop)}: {text}')
 
     def is_read_by_output(self, eqn: JaxprEqn) -> bool:
-        """Whether a result of an equation reaches an output of the step."""
-        reached = self.carried.reached_from(v for v in eqn.outvars if not isinstance(v, DropVar))
-        outputs = self.minfo.jaxpr.outvars[: self.minfo.num_var_out]
-        return any(not isinstance(v, Literal) and v in reached for v in outputs)
+        """Whether a result of an equation reaches an output of the step past all new states."""
+        results = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+        reached = self.carried.reached_from(results, stop=self.flow.targets)
+        return any(v in reached for v in self.outputs)
 
     def paths_into(self, *operands: Any) -> list[Path]:
         ways = [way for v in operands for way in [self.ways.find(v)] if way is not None]
@@ -591,9 +593,8 @@ class _Finder:
             leaves = self.minfo.weight_path_to_invars.get(path, [])
             reached = self.carried.reached_from(leaves)
             lasting = self.carried.lasting(leaves)
-            outputs = self.minfo.jaxpr.outvars[: self.minfo.num_var_out]
             hidden = not reached.isdisjoint(self.flow.targets)
-            if not (hidden or lasting or any(v in reached for v in _variables(outputs))):
+            if not (hidden or lasting or any(v in reached for v in self.outputs)):
                 emit(
                     DiagnosticKind.WEIGHT_NOT_USED,
                     DiagnosticLevel.INFO,
@@ -611,10 +612,11 @@ class _Finder:
                     '(matmul, element_wise, ...); an op that is vmapped over its weight is a plain '
                     'operation.'
                 )
+            readers = (e for e in self.flow.eqns if any(v in leaves for v in _variables(e.invars)))
             self.emit(
                 DiagnosticKind.WEIGHT_WITHOUT_ETP_OP,
                 DiagnosticLevel.WARNING if hidden or lasting else DiagnosticLevel.INFO,
-                self.first_reader(leaves),
+                next(readers, None),
                 f'{path} passes through no ETP op: it gets the gradient of the step, and none from '
                 f'the past. {advice}',
                 weight_path=path,
@@ -638,26 +640,22 @@ class _Finder:
                 context={'state': path},
             )
 
-    def first_reader(self, leaves: Sequence[Var]) -> JaxprEqn:
-        readers = (e for e in self.flow.eqns if not set(leaves).isdisjoint(_variables(e.invars)))
-        return next(readers)
-
     def emit(
         self,
         kind: DiagnosticKind,
         level: DiagnosticLevel,
-        eqn: JaxprEqn,
+        eqn: JaxprEqn | None,
         message: str,
         weight_path: Path | None = None,
         hidden_paths: tuple[Path, ...] = (),
         **context: Any,
     ) -> None:
-        line = source_line(eqn)
+        line = UNKNOWN_LINE if eqn is None else source_line(eqn)
         emit(
             kind,
             level,
             f'{line}: {message}',
-            primitive=eqn.primitive,
+            primitive=None if eqn is None else eqn.primitive,
             weight_path=weight_path,
             hidden_paths=hidden_paths,
             context={'source': line, **context},

@@ -721,6 +721,13 @@ def test_what_an_output_loses_by_a_loop_that_mixes_is_said():
     assert 'mixes their positions' in record.message and 'lax.scan' in record.message
 
 
+def test_a_loop_that_mixes_on_the_way_to_a_state_is_said_to_mix_there_only():
+    _, graph, _ = compiled(lambda: Leaking(lambda h: loop(lambda c: c - 0.1 * c.mean(), h)))
+    levels = [(record.kind, record.level) for record in graph.diagnostics]
+    assert (DiagnosticKind.TRANSITION_NOT_POSITION_WISE, DiagnosticLevel.WARNING) in levels
+    assert (DiagnosticKind.CONTROL_FLOW_OPAQUE_FWD, DiagnosticLevel.WARNING) not in levels
+
+
 def test_a_loop_that_mixes_what_a_weight_drives_is_refused_in_words_that_fit():
     def mixed(x, h, w):
         return loop(lambda c: c - 0.1 * c.mean(), btf.matmul(x, w))

@@ -449,6 +449,15 @@ def test_a_weight_of_a_vmapped_op_is_told_why_it_is_not_traced():
     assert 'test_diagnostics_and_report.py:' in record.context['source']
 
 
+def test_a_weight_that_is_put_out_as_it_is_is_explained():
+    class PutOut(Unused):
+        def update(self, x):
+            return super().update(x), self.U.value
+
+    (record,) = compiled(PutOut).explain(weight_path=U)
+    assert (record.kind, record.level) == (DiagnosticKind.WEIGHT_WITHOUT_ETP_OP, INFO)
+
+
 def test_advice_is_about_the_control_flow_at_hand():
     (scan,) = compiled(lambda: Second(long_scan), **EXCLUDE).explain(weight_path=U)
     assert 'scan_unroll_limit' in scan.message and 'cond' not in scan.message
