@@ -44,6 +44,7 @@ __all__ = [
     'jaxprs_in_params',
     'new_var',
     'open_jaxpr',
+    'rewire',
     'scan_split',
     'source_line',
     'struct',
@@ -73,6 +74,13 @@ _MACHINERY = (
 def new_var(aval: Any) -> Var:
     """A fresh variable with the shape and dtype of ``aval``."""
     return Var(jax.core.ShapedArray(aval.shape, aval.dtype))
+
+
+def rewire(eqn: JaxprEqn, invars: list[Atom], outvars: list[Var]) -> JaxprEqn:
+    """An equation between other variables; the same object if they are the same."""
+    if invars == eqn.invars and outvars == eqn.outvars:
+        return eqn
+    return eqn.replace(invars=invars, outvars=outvars)
 
 
 def struct(atom: Atom) -> jax.ShapeDtypeStruct:

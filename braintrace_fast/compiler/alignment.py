@@ -35,6 +35,7 @@ __all__ = [
     'cuts_by_design',
     'forget_indices',
     'identity_alignment',
+    'is_element_wise',
     'is_inexact',
     'passes_derivative',
     'through',
@@ -141,6 +142,11 @@ def is_inexact(aval: Any) -> bool:
 @functools.cache
 def _is_inexact_type(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_element_wise(eqn: JaxprEqn) -> bool:
+    """Whether the result depends on its operands element by element."""
+    return eqn.primitive.name in _ELEMENTWISE
 
 
 def _carried(operands: Sequence[Alignment | None]) -> list[Alignment]:
@@ -614,11 +620,20 @@ def _remembered_alignments(
     """
     if any(callable(value) for value in eqn.params.values()) or 'call_jaxpr' in eqn.params:
         return _cotangent_alignments(eqn, place, carries)
-    shapes = tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
-    key = (eqn.primitive, str(eqn.params), shapes, place, carries)
+    shapes = tuple([(v.aval.shape, v.aval.dtype) for v in eqn.invars])
+    params = tuple([(name, _hashable(value)) for name, value in eqn.params.items()])
+    key = (eqn.primitive, params, shapes, place, carries)
     if key not in _remembered:
         _remembered[key] = _cotangent_alignments(eqn, place, carries)
     return _remembered[key]
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value
 
 
 def _cotangent_alignments(eqn: JaxprEqn, place: int, carries: Sequence[bool]) -> list[bool | None]:

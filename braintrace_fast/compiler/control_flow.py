@@ -26,6 +26,7 @@ from .._compat import (
     jaxprs_in_params,
     new_var,
     open_jaxpr,
+    rewire,
     scan_split,
     source_line,
     struct,
@@ -90,7 +91,7 @@ class ControlFlowPolicy:
 
 def _inside(eqn: JaxprEqn, test: Callable[[JaxprEqn], bool]) -> bool:
     """Whether an equation inside an equation's parameters, at any depth, passes a test."""
-    return any(
+    return bool(eqn.params) and any(
         test(inner) or _inside(inner, test)
         for sub in jaxprs_in_params(eqn.params)
         for inner in open_jaxpr(sub)[0].eqns
@@ -180,7 +181,7 @@ class _Flattener:
             if outer is not None:
                 outvars = [v if isinstance(v, DropVar) else new_var(v.aval) for v in outvars]
                 env.update(zip(eqn.outvars, outvars, strict=True))
-            self.eqns.append(eqn.replace(invars=operands, outvars=outvars))
+            self.eqns.append(rewire(eqn, operands, outvars))
             if eqn.primitive.name == 'broadcast_in_dim' and isinstance(operands[0], Literal):
                 if not is_inexact(operands[0].aval):
                     self.indices[outvars[0]] = int(operands[0].val)
@@ -196,9 +197,12 @@ class _Flattener:
         return [_read(env, v) for v in jaxpr.outvars]
 
     def call(self, outer: JaxprEqn, fun: Callable[..., Any], *operands: Atom) -> Atom:
-        """Emit the equations of a one-result function on the operands."""
-        (result,) = self.inline(outer, jax.make_jaxpr(fun)(*map(struct, operands)), operands)
-        return result
+        """Emit the equations of a one-result function on the operands, for an ``outer`` one."""
+        jaxpr = open_jaxpr(jax.make_jaxpr(fun)(*map(struct, operands)))[0]
+        env = dict(zip(jaxpr.invars, operands, strict=True))
+        own = [eqn.replace(source_info=outer.source_info) for eqn in jaxpr.eqns]
+        self.equations(own, env, outer)
+        return _read(env, jaxpr.outvars[0])
 
     def open(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
         """The results of an equation that is opened here, or None to keep it."""

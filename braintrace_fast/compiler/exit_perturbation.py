@@ -10,7 +10,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ from .._compat import (
     build_closed_jaxpr,
     new_var,
     open_jaxpr,
+    rewire,
 )
-from .alignment import passes_derivative
 from .control_flow import has_while
 from .flow import Flow
 from .hidden_group import HiddenGroup
@@ -117,21 +116,26 @@ def add_exit_perturbation(
     return _Rewriter(minfo, flow, groups, relations).rewrite()
 
 
-World = frozenset[int]
-"""What is seen without its perturbation: groups, by index, for their new states; ``OLD`` states."""
+World = int
+"""What is seen without its perturbation, as bits: ``OLD`` states; from bit 1 on, new states of the
+groups in order."""
 
-OUTSIDE: World = frozenset()
-OLD = -1
+OUTSIDE: World = 0
+OLD: World = 1
 
 
 class _Rewriter:
     """Evaluates every equation once per world in which its results are needed.
 
-    Outside, all states carry their perturbation. A new state of group ``g`` is computed in a world
-    that contains ``g`` and ``OLD``, and its perturbation is added on leaving. A variable is the
-    same in worlds with and without a group if no new state of the group reaches it position by
-    position, and with and without ``OLD`` if no old state reaches it past all new ones. Where
-    nothing is differentiated, a value is taken from any world in which it is computed anyway.
+    Take ``i' = i + y; v' = v + i'; out = v'`` with one group of ``i`` and ``v``. The loss must see
+    ``i' + p`` and ``v' + q``, but ``v'`` itself must be made from ``i'`` without ``p``. So ``i'``
+    is there in two worlds: inside the group as it was computed, and outside with its perturbation.
+
+    Outside, all states carry their perturbation. A new state of a group is computed in a world that
+    contains the group and ``OLD``, and its perturbation is added on leaving. A variable is the same
+    in worlds with and without a group if no new state of the group reaches it position by position,
+    and with and without ``OLD`` if no old state reaches it past all new ones. Where nothing is
+    differentiated, a value is taken from any world in which it is computed anyway.
     """
 
     def __init__(
@@ -142,38 +146,37 @@ class _Rewriter:
         relations: Sequence[HiddenParamOpRelation],
     ) -> None:
         self.minfo, self.flow = minfo, flow
-        self.group_of = {new: group.index for group in groups for new in group.hidden_outvars}
+        self.group_of = {new: 2 << group.index for group in groups for new in group.hidden_outvars}
         self.exits = {new: new_var(new.aval) for group in groups for new in group.hidden_outvars}
         self.bypasses = {old: new_var(old.aval) for group in groups for old in group.hidden_invars}
         self.y_zeros = {relation.y_var: new_var(relation.y_var.aval) for relation in relations}
         self.static_relations = {r.y_var: r for r in relations if r.is_static}
         self.past_new = self.reached_by_old_states()
-        self.inside = frozenset([OLD, *self.group_of.values()])
-        self.settled: dict[Var, World] = {}
-        self.reached: dict[Var, World] = {}
-        self.copies: dict[tuple[Var, World], Atom] = {}
+        self.inside: World = (2 << len(groups)) - 1
+        self.worlds: dict[Var, World] = {}
+        self.needed: dict[Var, set[World]] = {}
+        self.copies: dict[Var, dict[World, Var]] = {}
         self.eqns: list[JaxprEqn] = []
 
     def rewrite(self) -> ExitPerturbation:
         jaxpr, consts = open_jaxpr(self.minfo.closed_jaxpr)
         num_main = self.minfo.num_var_out + self.minfo.num_var_state
-        results = [(v, OUTSIDE) for v in jaxpr.outvars[:num_main]]
-        needed, _ = self.plan(results, differentiated_only=True)
-        self.settled = {v: min(worlds, key=sorted) for v, worlds in needed.items()}
-        results += [(v, self.any_world(v)) for v in jaxpr.outvars[num_main:]]
-        needed, planned = self.plan(results)
-        bypassing = [old for old in self.bypasses if OUTSIDE in needed.get(old, ())]
+        planned = self.plan(jaxpr.outvars[:num_main], jaxpr.outvars[num_main:])
+        bypassing = [old for old in self.bypasses if OUTSIDE in self.needed.get(old, ())]
         for old in bypassing:
-            self.copies[old, OUTSIDE] = self.emit(lax.add, old, self.bypasses[old])
+            self.copies[old] = {OLD: old, OUTSIDE: self.add(old, self.bypasses[old])}
         for index, worlds in planned:
             for world in worlds:
-                self.evaluate(index, world)
+                self.evaluate(index, world, keep_names=len(worlds) == 1)
         zeros = [*self.y_zeros.values(), *self.exits.values()]
         closed = build_closed_jaxpr(
             jaxpr.constvars,
             consts,
             [*jaxpr.invars, *zeros, *(self.bypasses[old] for old in bypassing)],
-            [self.copy(v, world) for v, world in results],
+            [
+                *(self.copy(v, OUTSIDE) for v in jaxpr.outvars[:num_main]),
+                *(self.any_copy(v) for v in jaxpr.outvars[num_main:]),
+            ],
             self.eqns,
         )
         return ExitPerturbation(tuple(self.y_zeros), tuple(self.exits), tuple(bypassing), closed)
@@ -182,126 +185,144 @@ class _Rewriter:
         """The variables that old states reach by paths without a new state on them."""
         leads_to_new = set(self.group_of)
         for eqn in reversed(self.flow.eqns):
-            if any(v in leads_to_new for v in eqn.outvars):
+            if not leads_to_new.isdisjoint(eqn.outvars):
                 leads_to_new.update(v for v in eqn.invars if not isinstance(v, Literal))
         reached: set[Var] = set(self.bypasses)
         for index, eqn in enumerate(self.flow.eqns):
             if not any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
                 continue
-            for v, passes in zip(eqn.outvars, passes_derivative(eqn), strict=True):
-                recurrent = v in leads_to_new and self.cuts_old_state(index, v)
-                if passes and v not in self.group_of and not recurrent:
-                    reached.add(v)
+            for v, passes in zip(eqn.outvars, self.flow.passes[index], strict=True):
+                if passes and v not in self.group_of:
+                    if not (v in leads_to_new and self.cuts_old_state(index, v)):
+                        reached.add(v)
         return reached
 
     def cuts_old_state(self, index: int, v: Var) -> bool:
         found = self.flow.of(v).items()
-        return any(s in self.bypasses and index in d.cut_by for s, d in found)
+        return any(index in d.cut_by and s in self.bypasses for s, d in found)
 
-    def any_world(self, v: Atom) -> World:
-        return self.inside if isinstance(v, Literal) else self.settled.get(v, self.inside)
+    def reached_groups(self, v: Var) -> World:
+        """The groups whose new states reach a variable position by position, as bits."""
+        found = OUTSIDE
+        for source in self.flow.aligned(v):
+            if source is not v:
+                found |= self.group_of.get(source, OUTSIDE)
+        return found
 
-    def same(self, v: Atom, world: World) -> World:
+    def same(self, v: Var, world: World) -> World:
         """The smallest world in which a variable has the same value."""
-        if not world or isinstance(v, Literal):
+        if not world:
             return OUTSIDE
-        if v not in self.reached:
-            found = {self.group_of[s] for s in self.flow.aligned(v) if s in self.group_of}
-            self.reached[v] = frozenset(found | {OLD} if v in self.past_new else found)
-        return world & self.reached[v]
+        if v not in self.worlds:
+            own = self.group_of.get(v, OUTSIDE) | (OLD if v in self.past_new else OUTSIDE)
+            self.worlds[v] = own | self.reached_groups(v)
+        return world & self.worlds[v]
 
     def inner(self, v: Var, world: World) -> World:
         """The world in which the equation of a variable is evaluated for a world."""
         if v in self.past_new:
             return self.same(v, world)
-        others = {self.group_of[s] for s in self.flow.aligned(v) if s in self.group_of and s != v}
-        if v in self.group_of:
-            world = world | {self.group_of[v]}
-        return (world & others) | {OLD}
+        return ((world | self.group_of.get(v, OUTSIDE)) & self.reached_groups(v)) | OLD
 
     def plan(
-        self, wanted: Sequence[tuple[Atom, World]], differentiated_only: bool = False
-    ) -> tuple[dict[Var, set[World]], list[tuple[int, list[World]]]]:
-        """The worlds in which variables are needed, and the equations evaluated, in order."""
-        needed: dict[Var, set[World]] = {}
+        self, outputs: Sequence[Atom], values: Sequence[Atom]
+    ) -> list[tuple[int, list[World]]]:
+        """The equations to evaluate, in order, and the worlds to evaluate each in.
 
-        def need(v: Atom, world: World) -> None:
+        ``outputs`` are wanted outside, ``values`` in any world. By the time that the walk, from the
+        last equation to the first, comes to a variable's own equation, it has met all its readers.
+        """
+        needed = self.needed
+        anywhere = {v for v in values if not isinstance(v, Literal)}
+        for v in outputs:
             if not isinstance(v, Literal):
-                needed.setdefault(v, set()).add(self.same(v, world))
-
-        for v, world in wanted:
-            need(v, world)
+                needed.setdefault(v, set()).add(OUTSIDE)
         planned = []
         for index in range(len(self.flow.eqns) - 1, -1, -1):
             eqn = self.flow.eqns[index]
+            for v in eqn.outvars:
+                if v in anywhere and v not in needed:
+                    needed[v] = {self.same(v, self.inside)}
             worlds = {self.inner(v, w) for v in eqn.outvars for w in needed.get(v, ())}
-            if not worlds and eqn.effects:
-                worlds = {OUTSIDE}
-            for world in worlds:
-                if differentiated_only and not any(passes_derivative(eqn)):
-                    continue
-                for place, v in enumerate(eqn.invars):
-                    need(v, self.operand_world(index, place, world))
-            if worlds:
-                planned.append((index, sorted(worlds, key=sorted)))
-        return needed, planned[::-1]
+            if not worlds and not eqn.effects:
+                continue
+            planned.append((index, sorted(worlds) or [OUTSIDE]))
+            operands = [(i, v) for i, v in enumerate(eqn.invars) if not isinstance(v, Literal)]
+            if not any(self.flow.passes[index]):
+                anywhere.update(v for _, v in operands)
+                continue
+            for world in planned[-1][1]:
+                for place, v in operands:
+                    seen = self.same(v, self.operand_world(index, place, world))
+                    needed.setdefault(v, set()).add(seen)
+        return planned[::-1]
 
     def operand_world(self, index: int, place: int, world: World) -> World:
-        """The world from which an equation takes an operand."""
-        eqn = self.flow.eqns[index]
-        if not any(passes_derivative(eqn)):
-            return self.any_world(eqn.invars[place])
+        """The world from which an equation that is differentiated takes an operand."""
         # A detached operand sees new states from outside: D does not contain the path.
-        detached = self.flow.detached.get(index, frozenset())
-        return world & {OLD} if place in detached else world
+        detached = self.flow.detached.get(index, ())
+        return world & OLD if place in detached else world
 
-    def evaluate(self, index: int, world: World) -> None:
+    def evaluate(self, index: int, world: World, keep_names: bool) -> None:
         eqn = self.flow.eqns[index]
         constants = self.constant_operands(eqn)
         if has_while(eqn):
             eqn = with_reverse_mode(eqn)
-        operands = []
-        for place, v in enumerate(eqn.invars):
-            operand = self.copy(v, self.operand_world(index, place, world))
-            if place in constants and not isinstance(v, Literal):
-                operand = self.emit(lax.stop_gradient, operand)
-            operands.append(operand)
-        results = [new_var(v.aval) for v in eqn.outvars]
-        self.eqns.append(eqn.replace(invars=operands, outvars=results))
+        if any(self.flow.passes[index]):
+            operands = [
+                self.copy(v, self.operand_world(index, place, world))
+                for place, v in enumerate(eqn.invars)
+            ]
+        else:
+            operands = [self.any_copy(v) for v in eqn.invars]
+        for place in constants:
+            plain, operands[place] = operands[place], new_var(eqn.invars[place].aval)
+            self.eqns.append(single_equation(lax.stop_gradient, [plain], operands[place]))
+        results = list(eqn.outvars) if keep_names else [new_var(v.aval) for v in eqn.outvars]
+        self.eqns.append(rewire(eqn, operands, results))
         for v, result in zip(eqn.outvars, results, strict=True):
             self.store(v, world, result)
 
-    def constant_operands(self, eqn: JaxprEqn) -> set[int]:
+    def constant_operands(self, eqn: JaxprEqn) -> list[int]:
         """Operands by which nothing is differentiated.
 
         These are the traced weights, for which ``c (x) x`` stands.
         """
-        relation = next((self.static_relations.get(v) for v in eqn.outvars), None)
+        relation = self.static_relations.get(eqn.outvars[0]) if eqn.outvars else None
         if relation is not None:
             positions = relation.primitive.trainable_invars(eqn.params)
-            return {positions[key] for key in relation.trainable_vars}
-        return set()
+            return [positions[key] for key in relation.trainable_vars]
+        return []
 
     def store(self, v: Var, world: World, result: Var) -> None:
         """Record a result for the worlds in which it holds."""
         if v in self.y_zeros:
-            result = self.emit(lax.add, result, self.y_zeros[v])
+            result = self.add(result, self.y_zeros[v])
         if v not in self.group_of:
-            self.copies[v, self.same(v, world)] = result
+            if result is not v:
+                self.copies.setdefault(v, {})[self.same(v, world)] = result
             return
         group = self.group_of[v]
-        if self.inner(v, world) - world:
+        if self.inner(v, world) & ~world:
             return  # evaluated for another result of the equation, where this group is perturbed
-        inside = self.same(v, world | {group})
-        self.copies[v, inside] = result
-        self.copies[v, inside - {group}] = self.emit(lax.add, result, self.exits[v])
+        inside = self.same(v, world | group)
+        copies = self.copies.setdefault(v, {})
+        copies[inside] = result
+        copies[inside & ~group] = self.add(result, self.exits[v])
 
     def copy(self, v: Atom, world: World) -> Atom:
-        if isinstance(v, Literal):
+        """A variable as it is in a world."""
+        if isinstance(v, Literal) or v not in self.copies:
             return v
-        return self.copies.get((v, self.same(v, world)), v)
+        return self.copies[v][self.same(v, world)]
 
-    def emit(self, fun: Any, *operands: Var) -> Var:
-        result = new_var(operands[0].aval)
-        self.eqns.append(single_equation(fun, operands, result))
+    def any_copy(self, v: Atom) -> Atom:
+        """A variable as it is in some world in which it is computed."""
+        if isinstance(v, Literal) or v not in self.copies:
+            return v
+        return self.copies[v][min(self.needed[v])]
+
+    def add(self, one: Var, other: Var) -> Var:
+        result = new_var(one.aval)
+        self.eqns.append(single_equation(lax.add, [one, other], result))
         return result

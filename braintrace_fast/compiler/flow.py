@@ -14,7 +14,7 @@ does not correspond to its own, so that no path between them can line up.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var
+from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var, rewire
 from .alignment import (
     MIXED,
     Alignment,
@@ -24,6 +24,7 @@ from .alignment import (
     cuts_by_design,
     forget_indices,
     identity_alignment,
+    is_element_wise,
     passes_derivative,
 )
 
@@ -85,6 +86,7 @@ class Flow:
         self.detached: dict[int, frozenset[int]] = {}
         self.unfit: set[tuple[Var, Var]] = set()
         self.producer = {v: index for index, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.passes = [passes_derivative(eqn) for eqn in eqns]
         for source in self.sources:
             if source not in self.producer:
                 self.dependences[source] = self._itself(source)
@@ -108,7 +110,7 @@ class Flow:
         last = alignment[-1] if width else None
         return [not isinstance(last, Only) or i in last.indices for i in range(width or 1)]
 
-    def aligned(self, atom: Atom) -> Mapping[Var, None]:
+    def aligned(self, atom: Atom) -> dict[Var, None]:
         """The sources that reach a variable position by position, as an ordered set."""
         return {} if isinstance(atom, Literal) else self._aligned.get(atom, {})
 
@@ -134,15 +136,30 @@ class Flow:
 
     def _visit(self, index: int, eqn: JaxprEqn) -> None:
         inputs = [self.of(v) for v in eqn.invars]
+        met = _meet_in_place(eqn, inputs) if any(self.passes[index]) else [{}] * len(eqn.outvars)
+        results = self._met(index, eqn, inputs) if met is None else met
+        for v, found in zip(eqn.outvars, results, strict=True):
+            if v in self.targets:
+                found = {s: self._line_up(s, v, index, d) for s, d in found.items()}
+            if v in self.sources:
+                found = {**found, **self._itself(v)}
+            if found:
+                self.dependences[v] = found
+
+    def _met(
+        self, index: int, eqn: JaxprEqn, inputs: list[dict[Var, Dependence]]
+    ) -> list[dict[Var, Dependence]]:
+        """Per result, the sources that reach it through one equation."""
         sources = dict.fromkeys(source for found in inputs for source in found)
         results: list[dict[Var, Dependence]] = [{} for _ in eqn.outvars]
         if sources:
             outcomes = self._outcomes(index, eqn, inputs, sources)
+            passes = self.passes[index]
             for source in sources:
                 met = (found[source].cut_by for found in inputs if source in found)
                 before = dict.fromkeys(cut for cuts in met for cut in cuts)
                 for place, outcome in enumerate(outcomes[source]):
-                    if outcome is None and not (before and outcomes.flows[place]):
+                    if outcome is None and not (before and passes[place]):
                         continue
                     cut = outcome is MIXED or source in outcomes.lost
                     cuts = (*before, index) if cut else tuple(before)
@@ -150,13 +167,7 @@ class Flow:
                         cuts = (index,)  # whatever was mixed before
                     alignment = outcome if isinstance(outcome, tuple) else None
                     results[place][source] = Dependence(alignment, cuts)
-        for v, found in zip(eqn.outvars, results, strict=True):
-            if v in self.targets:
-                found.update({s: self._line_up(s, v, index, d) for s, d in found.items()})
-            if v in self.sources:
-                found.update(self._itself(v))
-            if found:
-                self.dependences[v] = found
+        return results
 
     def _outcomes(
         self,
@@ -237,38 +248,41 @@ class Flow:
 
         Every other variable that it needs becomes a constant of the slice.
         """
-        wanted = dict.fromkeys(sources)
-        carries = {v for v, found in self._aligned.items() if not found.keys().isdisjoint(wanted)}
-        needed = {v for v in results if v in carries}
-        kept: list[int] = []
-        for index in range(len(self.eqns) - 1, -1, -1):
-            eqn = self.eqns[index]
-            if not any(v in needed and v not in wanted for v in eqn.outvars):
-                continue
-            kept.append(index)
-            needed.update(v for v in self._live_operands(index) if v in carries)
+        wanted = set(sources)
+        carried: dict[Var, bool] = {}
+
+        def carries(v: Var) -> bool:
+            if v not in carried:
+                carried[v] = not wanted.isdisjoint(self._aligned.get(v, ()))
+            return carried[v]
+
+        kept: set[int] = set()
+        pending = [v for v in results if carries(v) and v not in wanted]
+        while pending:
+            index = self.producer[pending.pop()]
+            if index not in kept:
+                kept.add(index)
+                pending += [v for v in self._live_operands(index) if carries(v) and v not in wanted]
         constants: dict[Var, Var] = {}
 
-        def constant(atom: Atom, fresh: bool) -> Atom:
-            if isinstance(atom, Literal):
-                return atom
-            if atom not in constants:
-                constants[atom] = new_var(atom.aval) if fresh else atom
-            return constants[atom]
+        def constant(v: Var, fresh: bool) -> Var:
+            if v not in constants:
+                constants[v] = new_var(v.aval) if fresh else v
+            return constants[v]
 
         eqns = []
-        for index in reversed(kept):
-            eqn, detached = self.eqns[index], self.detached.get(index, frozenset())
-            operands = []
-            for place, v in enumerate(eqn.invars):
-                carried = not isinstance(v, Literal) and v in carries
-                operands.append(
-                    v if carried and place not in detached else constant(v, fresh=carried)
-                )
+        for index in sorted(kept):
+            eqn, detached = self.eqns[index], self.detached.get(index, ())
+            operands = [
+                v
+                if isinstance(v, Literal) or (carries(v) and place not in detached)
+                else constant(v, fresh=carries(v))
+                for place, v in enumerate(eqn.invars)
+            ]
             # A result that no source reaches is a constant too: rename it out of the way.
-            outvars = [v if v in carries else new_var(v.aval) for v in eqn.outvars]
-            eqns.append(eqn.replace(invars=operands, outvars=outvars))
-        outvars = [v if v in carries else constant(v, fresh=False) for v in results]
+            outvars = [v if carries(v) else new_var(v.aval) for v in eqn.outvars]
+            eqns.append(rewire(eqn, operands, outvars))
+        outvars = [v if carries(v) else constant(v, fresh=False) for v in results]
         jaxpr = build_jaxpr(list(constants.values()), sources, outvars, eqns)
         return Slice(jaxpr, list(constants))
 
@@ -279,6 +293,33 @@ class Flow:
             for place, v in enumerate(self.eqns[index].invars)
             if not isinstance(v, Literal) and place not in detached
         ]
+
+
+def _meet_in_place(
+    eqn: JaxprEqn, inputs: list[dict[Var, Dependence]]
+) -> list[dict[Var, Dependence]] | None:
+    """The common case: sources meet element by element, each with one alignment; else None."""
+    carrying = [(v, found) for v, found in zip(eqn.invars, inputs, strict=True) if found]
+    if not carrying:
+        return [{}] * len(eqn.outvars)
+    shape = eqn.outvars[0].aval.shape
+    if not is_element_wise(eqn) or any(v.aval.shape != shape for v, _ in carrying):
+        return None
+    (_, met), *others = carrying
+    for _, found in others:
+        if found is met:
+            continue
+        met = dict(met)
+        for source, theirs in found.items():
+            ours = met.setdefault(source, theirs)
+            if ours is theirs or ours == theirs:
+                continue
+            alignments = {a for a in (ours.alignment, theirs.alignment) if a is not None}
+            if len(alignments) > 1:
+                return None
+            cuts = tuple(dict.fromkeys((*ours.cut_by, *theirs.cut_by)))
+            met[source] = Dependence(next(iter(alignments), None), cuts)
+    return [met]
 
 
 class _Outcomes(dict[Var, list[Outcome]]):
@@ -295,7 +336,6 @@ class _Outcomes(dict[Var, list[Outcome]]):
         detached: frozenset[int],
     ) -> None:
         cache: dict[tuple[Alignment | None, ...], list[Outcome]] = {}
-        self.flows = passes_derivative(eqn)
         self.lost: set[Var] = set()
         for source in sources:
             alignments = tuple(f[source].alignment if source in f else None for f in inputs)

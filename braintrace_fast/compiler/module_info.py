@@ -1,6 +1,6 @@
 """One step of a model as a flat jaxpr, with the tables that tell what each variable is."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -257,12 +257,13 @@ def extract_module_info(
     """
     policy = ControlFlowPolicy() if control_flow is None else control_flow
     stateful = brainstate.transform.StatefulFunction(model, return_only_write=False)
-    with _kept_flags(model), _told_to_initialise(model):
+    owner = model.module if isinstance(model, brainstate.nn.Vmap) else model
+    retrieved: Any = owner.states()
+    with _kept_flags(retrieved.values()), _told_to_initialise(model):
         stateful.make_jaxpr(*model_args, **model_kwargs)
     key = stateful.get_arg_cache_key(*model_args, **model_kwargs)
     states = tuple(stateful.get_states_by_cache(key))
-    owner = model.module if isinstance(model, brainstate.nn.Vmap) else model
-    retrieved = _with_external_states(owner.states(), states)
+    retrieved = _with_external_states(retrieved, states)
     id_to_path = {id(state): path for path, state in retrieved.items()}
     _check_states(states, stateful.get_write_states_by_cache(key), id_to_path)
 
@@ -316,10 +317,9 @@ def extract_module_info(
 
 
 @contextmanager
-def _kept_flags(model: brainstate.nn.Module) -> Iterator[None]:
+def _kept_flags(states: Iterable[brainstate.State]) -> Iterator[None]:
     """Tracing marks the states that the step writes as written, which they are not."""
-    states: Any = model.states()
-    flags = [(state, state._been_writen) for state in states.values()]
+    flags = [(state, state._been_writen) for state in states]
     try:
         yield
     finally:

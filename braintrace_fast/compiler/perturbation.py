@@ -17,6 +17,7 @@ from .._compat import (
     build_closed_jaxpr,
     new_var,
     open_jaxpr,
+    rewire,
 )
 from .._typing import Path
 from .hidden_group import HiddenGroup
@@ -149,7 +150,7 @@ def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         plain = {v: new_var(v.aval) for v in eqn.outvars if v in perturbs}
-        eqns.append(eqn.replace(outvars=[plain.get(v, v) for v in eqn.outvars]))
+        eqns.append(rewire(eqn, eqn.invars, [plain.get(v, v) for v in eqn.outvars]))
         eqns.extend(single_equation(lax.add, [plain[v], perturbs[v]], v) for v in plain)
     paths = [minfo.outvar_to_hidden_path[new] for new in perturbs]
     return HiddenPerturbation(

@@ -490,6 +490,21 @@ def test_an_operation_of_jax_is_named_by_the_line_that_calls_it():
     assert 'leak' in record.context['source']
 
 
+def test_what_an_operation_is_taken_apart_into_has_its_line():
+    class InPlace(Leaky):
+        def leak(self, h):
+            return h.at[1:3].set(0.5 * h[1:3])
+
+        def drive(self, x):
+            return jax.lax.cond(x[0] > 0, lambda: Leaky.drive(self, x), lambda: jnp.zeros(N))
+
+    eqns = compiled(InPlace).module_info.jaxpr.eqns
+    lines = {eqn.primitive.name: source_line(eqn) for eqn in eqns}
+    assert 'scatter' not in lines and 'cond' not in lines
+    assert lines['slice'].endswith('.drive)') and lines['select_n'].endswith('.drive)')
+    assert not any(line.endswith('(compiled)') for line in lines.values())
+
+
 def test_code_of_a_prompt_has_lines_too():
     names = {'Leaky': Leaky, 'jnp': jnp}
     code = 'class Rolled(Leaky):\n  def leak(self, h):\n    return 0.8 * h + jnp.roll(h, 1)\n'
