@@ -13,7 +13,7 @@ Pieces = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def scatter_in_pieces(eqn: JaxprEqn, index: int) -> Pieces | None:
-    """A scatter of one window at a known index along one axis, by slices and a concatenation.
+    """A scatter of one window at a known index along one axis, by slices or padding.
 
     Returns the function of the array and the update, or None for any other scatter.
     """
@@ -37,7 +37,9 @@ def scatter_in_pieces(eqn: JaxprEqn, index: int) -> Pieces | None:
     def pieces(a: jax.Array, b: jax.Array) -> jax.Array:
         middle = lax.expand_dims(b, inserted) if inserted else b
         if eqn.primitive.name == 'scatter-add':
-            middle = lax.slice_in_dim(a, index, end, axis=axis) + middle
+            around = [(0, 0, 0)] * len(array)
+            around[axis] = (index, array[axis] - end, 0)
+            return a + lax.pad(middle, lax.full_like(middle, 0, shape=()), around)
         before = lax.slice_in_dim(a, 0, index, axis=axis)
         after = lax.slice_in_dim(a, end, array[axis], axis=axis)
         parts = [part for part in (before, middle, after) if part.shape[axis]]

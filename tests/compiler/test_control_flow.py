@@ -779,7 +779,7 @@ def test_a_plane_that_is_set_no_longer_depends_on_itself():
         def update(self, x):
             first, second = self.h.value[..., 0], self.h.value[..., 1]
             self.h.value = self.h.value.at[..., 0].set(0.5 * second + self.drive(x))
-            self.h.value = self.h.value.at[..., 1].add(first)
+            self.h.value = self.h.value.at[..., 1].set(first + second)
             return self.h.value
 
     model, graph, x = compiled(Planes)
