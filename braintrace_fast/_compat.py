@@ -9,11 +9,11 @@ Differences handled here:
 - ``scan`` states how its operands are split in other parameters.
 """
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import brainstate
 import jax
 from jax.extend.core import DebugInfo, DropVar, Literal, Primitive, jaxprs_in_params
 
@@ -37,6 +37,7 @@ __all__ = [
     'Literal',
     'Primitive',
     'Var',
+    'UNKNOWN_LINE',
     'build_closed_jaxpr',
     'build_jaxpr',
     'equation_function',
@@ -50,13 +51,23 @@ __all__ = [
 ]
 
 _HERE = os.path.dirname(__file__)
+UNKNOWN_LINE = 'an unknown line'
+
+
+def _folders(libraries: Sequence[str]) -> list[str]:
+    """The folders of those libraries that are installed, found without importing them."""
+    specs = [importlib.util.find_spec(name) for name in libraries]
+    places = [spec.submodule_search_locations for spec in specs if spec is not None]
+    return [os.path.join(folder, '') for found in places for folder in found or ()]
+
+
+_MODELS = tuple(_folders(['brainpy', 'brainpy_state', 'braintools']))
 _MACHINERY = (
-    os.path.dirname(jax.__file__),
-    os.path.dirname(brainstate.__file__),
-    os.path.join(_HERE, 'op'),
+    *_folders(['jax', 'brainstate', 'saiunit']),
     os.path.join(_HERE, 'nn', 'linear.py'),
-    os.path.join(_HERE, 'compiler'),
-    '<',
+    *(os.path.join(_HERE, part, '') for part in ('op', 'compiler', 'runtime', 'algorithm')),
+    os.path.join(_HERE, 'learner.py'),
+    '<frozen',
 )
 
 
@@ -127,10 +138,12 @@ def equation_function(eqn: JaxprEqn) -> Callable[..., list[Any]]:
 def source_line(eqn: JaxprEqn) -> str:
     """Where the model made this equation, as ``file:line (function)``.
 
-    Frames of JAX, brainstate and this library's ops are passed over.
+    Frames of JAX, brainstate and this library's ops are passed over, and those of libraries of
+    models too if the user's own code is known.
     """
     traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_MACHINERY):
-            return f'{frame.file_name}:{frame.line_num} ({frame.function_name})'
-    return 'an unknown line'
+    frames = traceback.frames if traceback is not None else ()
+    found = [frame for frame in frames if not frame.file_name.startswith(_MACHINERY)]
+    for frame in [f for f in found if not f.file_name.startswith(_MODELS)] or found:
+        return f'{frame.file_name}:{frame.line_num} ({frame.function_name})'
+    return UNKNOWN_LINE

@@ -33,6 +33,7 @@ __all__ = [
     'Outcome',
     'align_results',
     'always_mixes',
+    'cuts_by_design',
     'forget_indices',
     'identity_alignment',
     'is_element_wise',
@@ -124,9 +125,13 @@ def align_results(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[O
 
 
 def always_mixes(eqn: JaxprEqn) -> bool:
-    """Whether an equation mixes positions whatever its operands; an ETP op is cut by design."""
-    op = eqn.primitive
-    return op.name in _MIXING or (isinstance(op, ETPPrimitive) and not op.gradient_enabled)
+    """Whether an equation mixes positions whatever its operands."""
+    return eqn.primitive.name in _MIXING or cuts_by_design(eqn.primitive)
+
+
+def cuts_by_design(primitive: Any) -> bool:
+    """Whether an op is a place where paths between positions end, as an ETP op does."""
+    return isinstance(primitive, ETPPrimitive) and not primitive.gradient_enabled
 
 
 def passes_derivative(eqn: JaxprEqn) -> list[bool]:

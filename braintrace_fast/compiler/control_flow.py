@@ -4,7 +4,7 @@
 opened only when an ETP op is inside (a ``cond`` becomes both branches and a ``select_n``, a
 ``scan`` is unrolled); all others stay as they are, because the later passes look into them.
 ``custom_jvp`` and ``custom_vjp`` calls are never opened: their rule is the derivative that the
-user asked for.
+user asked for. A ``scatter`` at a fixed place is taken apart, so that its positions are known.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ import jax
 from jax import lax
 
 from .._compat import (
+    UNKNOWN_LINE,
     Atom,
     ClosedJaxpr,
     DropVar,
@@ -31,7 +32,9 @@ from .._compat import (
     struct,
 )
 from ..op import ETPPrimitive
+from .alignment import is_inexact
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
+from .scatter import scatter_in_pieces
 
 __all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_while']
 
@@ -105,8 +108,14 @@ def contains_etp_op(eqn: JaxprEqn) -> bool:
 
 
 def has_while(eqn: JaxprEqn) -> bool:
-    """Whether an equation is, or contains, a while loop."""
-    return eqn.primitive.name == 'while' or _inside(eqn, lambda e: e.primitive.name == 'while')
+    """Whether an equation is, or contains, a while loop, other than under a rule of its own."""
+    name = eqn.primitive.name
+    return name == 'while' or (
+        name not in CUSTOM_RULES
+        and any(
+            has_while(e) for sub in jaxprs_in_params(eqn.params) for e in open_jaxpr(sub)[0].eqns
+        )
+    )
 
 
 def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy) -> ClosedJaxpr:
@@ -119,7 +128,7 @@ def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy) -> ClosedJaxpr:
     flattener = _Flattener(policy)
     flattener.constants.update(zip(jaxpr.constvars, consts, strict=True))
     env: dict[Var, Atom] = {}
-    flattener.equations(jaxpr.eqns, env, rename=False)
+    flattener.equations(jaxpr.eqns, env)
     outvars = [_read(env, v) for v in jaxpr.outvars]
     return build_closed_jaxpr(
         list(flattener.constants),
@@ -150,9 +159,15 @@ class _Flattener:
         self.policy = policy
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[Var, Any] = {}
+        self.indices: dict[Var, int] = {}
 
-    def equations(self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], rename: bool) -> None:
+    def equations(
+        self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], outer: JaxprEqn | None = None
+    ) -> None:
+        """Add equations; those of the body of an ``outer`` one are renamed."""
         for eqn in eqns:
+            if outer is not None and source_line(eqn) == UNKNOWN_LINE:
+                eqn = eqn.replace(source_info=outer.source_info)  # the body is JAX's own
             operands = [_read(env, v) for v in eqn.invars]
             results = self.open(eqn, operands)
             if results is not None:
@@ -163,35 +178,46 @@ class _Flattener:
                 )
                 continue
             outvars = list(eqn.outvars)
-            if rename:
+            if outer is not None:
                 outvars = [v if isinstance(v, DropVar) else new_var(v.aval) for v in outvars]
                 env.update(zip(eqn.outvars, outvars, strict=True))
             self.eqns.append(rewire(eqn, operands, outvars))
+            if eqn.primitive.name == 'broadcast_in_dim' and isinstance(operands[0], Literal):
+                if not is_inexact(operands[0].aval):
+                    self.indices[outvars[0]] = int(operands[0].val)
 
-    def inline(self, closed: Any, operands: Sequence[Atom]) -> list[Atom]:
+    def inline(self, outer: JaxprEqn, closed: Any, operands: Sequence[Atom]) -> list[Atom]:
         jaxpr, consts = open_jaxpr(closed)
         env: dict[Var, Atom] = {}
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = new_var(var.aval)
             self.constants[env[var]] = value
         env.update(zip(jaxpr.invars, operands, strict=True))
-        self.equations(jaxpr.eqns, env, rename=True)
+        self.equations(jaxpr.eqns, env, outer)
         return [_read(env, v) for v in jaxpr.outvars]
 
-    def call(self, fun: Callable[..., Any], *operands: Atom) -> Atom:
-        """Emit the equations of a one-result function on the operands."""
-        (result,) = self.inline(jax.make_jaxpr(fun)(*map(struct, operands)), operands)
-        return result
+    def call(self, outer: JaxprEqn, fun: Callable[..., Any], *operands: Atom) -> Atom:
+        """Emit the equations of a one-result function on the operands, for an ``outer`` one."""
+        jaxpr = open_jaxpr(jax.make_jaxpr(fun)(*map(struct, operands)))[0]
+        env = dict(zip(jaxpr.invars, operands, strict=True))
+        own = [eqn.replace(source_info=outer.source_info) for eqn in jaxpr.eqns]
+        self.equations(own, env, outer)
+        return _read(env, jaxpr.outvars[0])
 
     def open(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
         """The results of an equation that is opened here, or None to keep it."""
         name = eqn.primitive.name
         if name in INLINED_CALLS:
-            return self.inline(_body(eqn), operands)
+            return self.inline(eqn, _body(eqn), operands)
         if name == 'cond' and contains_etp_op(eqn):
             return self.convert_cond(eqn, operands)
         if name == 'scan' and contains_etp_op(eqn):
             return self.unroll_scan(eqn, operands)
+        if name in ('scatter', 'scatter-add'):
+            array, index, update = operands
+            known = None if isinstance(index, Literal) else self.indices.get(index)
+            pieces = None if known is None else scatter_in_pieces(eqn, known)
+            return None if pieces is None else [self.call(eqn, pieces, array, update)]
         return None
 
     def convert_cond(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
@@ -201,13 +227,13 @@ class _Flattener:
             _note(DiagnosticKind.COND_CONVERSION_SKIPPED, eqn, f'a cond is kept because {reason}')
             return None
         index, *inputs = operands
-        cases = [self.inline(branch, inputs) for branch in branches]
+        cases = [self.inline(eqn, branch, inputs) for branch in branches]
         _note(
             DiagnosticKind.COND_IF_CONVERTED,
             eqn,
             f'a cond with an ETP op inside evaluates all its {len(branches)} branches and selects',
         )
-        return [self.call(lax.select_n, index, *case) for case in zip(*cases, strict=True)]
+        return [self.call(eqn, lax.select_n, index, *case) for case in zip(*cases, strict=True)]
 
     def unroll_scan(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
         length, limit = eqn.params['length'], self.policy.scan_unroll_limit
@@ -223,8 +249,8 @@ class _Flattener:
         collected: list[list[Atom]] = []
         steps = range(length)
         for step in reversed(steps) if eqn.params['reverse'] else steps:
-            slices = [self.call(_at(step), xs) for xs in sequences]
-            results = self.inline(eqn.params['jaxpr'], [*consts, *carry, *slices])
+            slices = [self.call(eqn, _at(step), xs) for xs in sequences]
+            results = self.inline(eqn, eqn.params['jaxpr'], [*consts, *carry, *slices])
             carry = results[:num_carry]
             collected.append(results[num_carry:])
         if eqn.params['reverse']:
@@ -234,7 +260,7 @@ class _Flattener:
             eqn,
             f'a scan of {length} steps with an ETP op inside is unrolled',
         )
-        stacked = [self.call(_stack, *ys) for ys in zip(*collected, strict=True)]
+        stacked = [self.call(eqn, _stack, *ys) for ys in zip(*collected, strict=True)]
         return [*carry, *stacked]
 
 

@@ -53,6 +53,7 @@ class DiagnosticKind(StrEnum):
     HIDDEN_GROUP_MERGED = 'hidden_group_merged'
     HIDDEN_COUPLING_NOT_TRACED = 'hidden_coupling_not_traced'
     HIDDEN_STATE_READ_ONLY = 'hidden_state_read_only'
+    CARRIED_STATE_NOT_TRACED = 'carried_state_not_traced'
     STATE_MISMATCH = 'state_mismatch'
 
 

@@ -26,13 +26,13 @@ from .._compat import (
     open_jaxpr,
     rewire,
 )
-from .alignment import is_inexact
 from .control_flow import has_while
 from .flow import Flow
 from .hidden_group import HiddenGroup
 from .module_info import ModuleInfo
 from .perturbation import single_equation
 from .relation import HiddenParamOpRelation
+from .while_loop import with_reverse_mode
 
 __all__ = ['ExitPerturbation', 'add_exit_perturbation']
 
@@ -260,6 +260,8 @@ class _Rewriter:
     def evaluate(self, index: int, world: World, keep_names: bool) -> None:
         eqn = self.flow.eqns[index]
         constants = self.constant_operands(eqn)
+        if has_while(eqn):
+            eqn = with_reverse_mode(eqn)
         if any(self.flow.passes[index]):
             detached = self.flow.detached.get(index, ())
             operands = [
@@ -278,16 +280,12 @@ class _Rewriter:
     def constant_operands(self, eqn: JaxprEqn) -> list[int]:
         """Operands by which nothing is differentiated.
 
-        These are the traced weights, for which ``c (x) x`` stands, and what enters a ``while``,
-        which has no reverse mode: only old states do, and ``D`` counts them.
+        These are the traced weights, for which ``c (x) x`` stands.
         """
         relation = self.static_relations.get(eqn.outvars[0]) if eqn.outvars else None
         if relation is not None:
             positions = relation.primitive.trainable_invars(eqn.params)
             return [positions[key] for key in relation.trainable_vars]
-        if has_while(eqn):
-            operands = enumerate(eqn.invars)
-            return [i for i, v in operands if is_inexact(v.aval) and not isinstance(v, Literal)]
         return []
 
     def store(self, v: Var, world: World, result: Var) -> None:

@@ -4,6 +4,11 @@ Sources are hidden states (old and new values) and the outputs of ETP ops. For e
 source reaches, the flow records how the positions correspond, and which equations cut a path: those
 that mix positions, as ETP ops, matrix products, reductions and permutations do. Paths that are cut
 have no part in ``D`` and ``f``: that is what "diagonal" means.
+
+A path is *cut* where it meets an equation that mixes positions; the equations that cut it are kept
+with the dependence. An operand is *detached* where a source would mix by it into a result that is
+aligned otherwise: slices take it as a constant. A source is *unfit* for a new state whose shape
+does not correspond to its own, so that no path between them can line up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +22,7 @@ from .alignment import (
     Outcome,
     align_results,
     always_mixes,
+    cuts_by_design,
     forget_indices,
     identity_alignment,
     is_element_wise,
@@ -158,6 +164,8 @@ class Flow:
                         continue
                     cut = outcome is MIXED or source in outcomes.lost
                     cuts = (*before, index) if cut else tuple(before)
+                    if cuts and cuts_by_design(eqn.primitive):
+                        cuts = (index,)  # whatever was mixed before
                     alignment = outcome if isinstance(outcome, tuple) else None
                     results[place][source] = Dependence(alignment, cuts)
         return results

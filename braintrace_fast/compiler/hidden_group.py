@@ -141,7 +141,7 @@ class HiddenGroup(NamedTuple):
             return self._forward_jacobian(hidden_vals, input_vals)
         return jacrev_last_dim(
             lambda planes: self.concat_hidden(
-                self.transition(self.split_hidden(planes), input_vals)
+                self.transition(self._split_like(hidden_vals, planes), input_vals)
             ),
             self.concat_hidden(hidden_vals),
         )
@@ -152,7 +152,8 @@ class HiddenGroup(NamedTuple):
         eye = jnp.eye(self.num_state)
         columns = []
         for unit in eye:
-            tangents = self.split_hidden(jnp.broadcast_to(unit, (*self.varshape, self.num_state)))
+            planes = jnp.broadcast_to(unit, (*self.varshape, self.num_state))
+            tangents = self._split_like(hidden_vals, planes)
             news, moved = position_wise_jvp(
                 self.transition_jaxpr, input_vals, hidden_vals, tangents
             )
@@ -189,6 +190,11 @@ class HiddenGroup(NamedTuple):
             value if width else u.math.squeeze(value, axis=-1)
             for value, width in zip(planes, self.widths, strict=True)
         ]
+
+    def _split_like(self, hidden_vals: Sequence[Any], planes: jax.Array) -> list[jax.Array]:
+        """The planes, each of its own state's type: joining may have widened them."""
+        split = zip(self.split_hidden(planes), hidden_vals, strict=True)
+        return [plane.astype(jnp.result_type(value)) for plane, value in split]
 
     def dict(self) -> dict[str, Any]:
         """The fields by name."""
@@ -427,22 +433,30 @@ def _note_forward_only(minfo: ModuleInfo, flow: Flow, paths: tuple[Path, ...]) -
 
 
 def _note_untraced_couplings(minfo: ModuleInfo, flow: Flow, groups: list[HiddenGroup]) -> None:
-    """Say where one group drives another position by position: that is not traced across steps."""
+    """Say where one group drives another: that is not traced from step to step."""
     for group in groups:
         for other in groups:
-            coupled = group is not other and any(
-                old in flow.aligned(new)
-                for old in group.hidden_invars
-                for new in other.hidden_outvars
+            pairs = [(old, new) for new in other.hidden_outvars for old in group.hidden_invars]
+            found = [(old, new) for old, new in pairs if old in flow.of(new)]
+            if group is other or not found:
+                continue
+            cuts = dict.fromkeys(cut for old, new in found for cut in flow.of(new)[old].cut_by)
+            mixers = [flow.eqns[cut] for cut in cuts]
+            aligned = any(old in flow.aligned(new) for old, new in found)
+            meant = aligned or all(map(is_product, mixers))
+            names = dict.fromkeys(f'{m.primitive.name} at {source_line(m)}' for m in mixers)
+            how = (
+                'position by position, but belong to another layer'
+                if aligned
+                else f'by other positions or in another shape ({", ".join(names)})'
             )
-            if coupled:
-                emit(
-                    DiagnosticKind.HIDDEN_COUPLING_NOT_TRACED,
-                    DiagnosticLevel.INFO,
-                    f'{group.hidden_paths} drive {other.hidden_paths} position by position, but '
-                    'belong to another layer: the coupling counts within the step only.',
-                    hidden_paths=(*group.hidden_paths, *other.hidden_paths),
-                )
+            emit(
+                DiagnosticKind.HIDDEN_COUPLING_NOT_TRACED,
+                DiagnosticLevel.INFO if meant else DiagnosticLevel.WARNING,
+                f'{group.hidden_paths} drive {other.hidden_paths} {how}: the coupling counts '
+                'within the step only, and is not traced from step to step.',
+                hidden_paths=(*group.hidden_paths, *other.hidden_paths),
+            )
 
 
 def group_merging(

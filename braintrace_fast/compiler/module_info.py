@@ -1,6 +1,6 @@
 """One step of a model as a flat jaxpr, with the tables that tell what each variable is."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -133,12 +133,15 @@ class ModuleInfo(NamedTuple):
         return self._split(self.state_tree_outvars)
 
     def flat_inputs(
-        self, args: Sequence[Any], old_state_vals: Sequence[Any] | None = None
+        self,
+        args: Sequence[Any],
+        old_state_vals: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[jax.Array]:
         """The values of the jaxpr's invars, checked against what the step was traced with."""
         if old_state_vals is None:
             old_state_vals = [state.value for state in self.compiled_model_states]
-        leaves, tree = jax.tree.flatten((tuple(args), tuple(old_state_vals)))
+        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs or {}), tuple(old_state_vals)))
         if tree != self.in_tree:
             raise ValueError(
                 'The inputs or states differ in structure or unit from those that the step was '
@@ -159,14 +162,14 @@ class ModuleInfo(NamedTuple):
         return leaves
 
     def jaxpr_call(
-        self, *args: Any, old_state_vals: Sequence[Any] | None = None
+        self, *args: Any, old_state_vals: Sequence[Any] | None = None, **kwargs: Any
     ) -> tuple[PyTree, dict[Path, Any], dict[Path, Any], dict[Var, jax.Array]]:
         """Run one step, without touching the model's states.
 
         Parameters
         ----------
-        *args
-            The inputs of the step.
+        *args, **kwargs
+            The inputs of the step, passed as when it was traced.
         old_state_vals : sequence, optional
             The values of ``compiled_model_states``; by default their present ones.
 
@@ -176,16 +179,16 @@ class ModuleInfo(NamedTuple):
             The results, the new hidden states by path, the new other states by path, and the
             values of all output variables, the appended ones included.
         """
-        flat = self.flat_inputs(args, old_state_vals)
+        flat = self.flat_inputs(args, old_state_vals, kwargs)
         outs = jax.core.eval_jaxpr(self.jaxpr, self.consts, *flat)
-        return self._process(*args, jaxpr_outs=outs)
+        return self._process(*args, jaxpr_outs=outs, **kwargs)
 
     def _process(
-        self, *args: Any, jaxpr_outs: Sequence[jax.Array]
+        self, *args: Any, jaxpr_outs: Sequence[jax.Array], **kwargs: Any
     ) -> tuple[PyTree, dict[Path, Any], dict[Path, Any], dict[Var, jax.Array]]:
         """Sort the outputs of the jaxpr, or of a rewritten one with the same outputs."""
         num_main = self.num_var_out + self.num_var_state
-        tree = self.stateful_model.get_out_treedef(*args)
+        tree = self.stateful_model.get_out_treedef(*args, **kwargs)
         out, states = jax.tree.unflatten(tree, jaxpr_outs[:num_main])
         _, hidden, others = self._split(list(states))
         outvars = self.jaxpr.outvars
@@ -247,15 +250,16 @@ def extract_module_info(
     Raises
     ------
     CompilationError
-        If the step uses no hidden state, or changes the shape or type of one.
+        If the states are not initialised, or the step uses no hidden state, or changes the shape or
+        type of one.
     NotSupportedError
-        If the step writes a ``ParamState``.
+        If the step writes a ``ParamState``, or a hidden state is complex.
     """
     policy = ControlFlowPolicy() if control_flow is None else control_flow
     stateful = brainstate.transform.StatefulFunction(model, return_only_write=False)
     owner = model.module if isinstance(model, brainstate.nn.Vmap) else model
     retrieved: Any = owner.states()
-    with _kept_flags(retrieved.values()):
+    with _kept_flags(retrieved.values()), _told_to_initialise(model):
         stateful.make_jaxpr(*model_args, **model_kwargs)
     key = stateful.get_arg_cache_key(*model_args, **model_kwargs)
     states = tuple(stateful.get_states_by_cache(key))
@@ -308,7 +312,7 @@ def extract_module_info(
         num_var_out=num_out,
         num_var_state=num_state,
         control_flow=policy,
-        in_tree=jax.tree.structure((model_args, tuple(s.value for s in states))),
+        in_tree=jax.tree.structure((model_args, model_kwargs, tuple(s.value for s in states))),
     )
 
 
@@ -321,6 +325,22 @@ def _kept_flags(states: Iterable[brainstate.State]) -> Iterator[None]:
     finally:
         for state, written in flags:
             state._been_writen = written
+
+
+@contextmanager
+def _told_to_initialise(model: brainstate.nn.Module) -> Iterator[None]:
+    """A state that is not there yet is an attribute that is missing from a module."""
+    try:
+        yield
+    except AttributeError as error:
+        if not isinstance(error.obj, brainstate.nn.Module):
+            raise
+        found = list(model.states(brainstate.HiddenState)) or 'none'
+        raise CompilationError(
+            f'The step reads the attribute {error.name!r} of a {type(error.obj).__name__}, which '
+            f'has none of that name. Hidden states found in the model: {found}. Initialise the '
+            'states before compiling: brainstate.nn.init_all_states(model, batch_size=...).'
+        ) from error
 
 
 def _with_external_states(
@@ -353,6 +373,14 @@ def _check_states(
             'carries over from step to step a HiddenState, and initialise it '
             '(brainstate.nn.init_all_states) before compiling.'
         )
+    for state in states:
+        types = [str(leaf.dtype) for leaf in jax.tree.leaves(state.value)]
+        if isinstance(state, brainstate.HiddenState) and any('complex' in name for name in types):
+            raise NotSupportedError(
+                f'The hidden state at {id_to_path[id(state)]} is {types[0]}. Traces are of real '
+                'states: keep its real and its imaginary part as two hidden states, and join them '
+                'inside the step by jax.lax.complex.'
+            )
     for state in written:
         if isinstance(state, brainstate.ParamState):
             raise NotSupportedError(

@@ -1,12 +1,15 @@
 """Which weights reach which hidden groups, through which ops, and why others do not."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import brainstate
 import jax
+import jax.numpy as jnp
 
 from .._compat import (
+    UNKNOWN_LINE,
+    DropVar,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -14,24 +17,28 @@ from .._compat import (
     Var,
     jaxprs_in_params,
     open_jaxpr,
-    scan_split,
     source_line,
 )
 from .._typing import Path
+from ..errors import NotSupportedError
 from ..op import ETPPrimitive
-from .alignment import passes_derivative
-from .control_flow import CUSTOM_RULES, contains_etp_op
+from .carried import CarriedStates
+from .control_flow import CUSTOM_RULES, contains_etp_op, has_while
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .flow import Flow
 from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, is_product, step_flow
 from .module_info import ModuleInfo, extract_module_info
 from .weight_way import WeightWay, WeightWays
+from .while_loop import follows
 
 __all__ = [
     'HiddenParamOpRelation',
     'find_hidden_param_op_relations_from_minfo',
     'find_hidden_param_op_relations_from_module',
 ]
+
+
+_MAKE_HIDDEN = 'To have it traced, make the state a brainstate.HiddenState.'
 
 
 class HiddenParamOpRelation(NamedTuple):
@@ -183,7 +190,8 @@ def find_hidden_param_op_relations_from_minfo(
     Raises
     ------
     NotImplementedError
-        If a weight is used inside a ``while``, or an op is inside control flow that was not opened.
+        If a weight is used inside a ``while`` or what it drives is mixed there, or an op is inside
+        control flow that was not opened.
     """
     finder = _Finder(minfo, hid_path_to_group, step_flow(minfo) if flow is None else flow)
     relations = [
@@ -193,6 +201,7 @@ def find_hidden_param_op_relations_from_minfo(
         if relation is not None
     ]
     finder.note_other_weights()
+    finder.note_carried_states()
     return relations
 
 
@@ -235,7 +244,9 @@ class _Finder:
         self.minfo = minfo
         self.flow = flow
         self.ways = WeightWays(minfo)
+        self.carried = CarriedStates(minfo)
         self.groups = list({group.index: group for group in hid_path_to_group.values()}.values())
+        self.outputs = _variables(minfo.jaxpr.outvars[: minfo.num_var_out])
         self.explained: set[Path] = set()
 
     def relation(self, eqn: JaxprEqn) -> HiddenParamOpRelation | None:
@@ -246,7 +257,7 @@ class _Finder:
         if not ways:
             return None
         y = eqn.outvars[eqn.primitive.y_outvar_index]
-        path = next(way.paths[way.main] for way in ways.values())
+        path = _first_path(ways)
         cuts = {
             new: self.flow.of(new)[y].cut_by
             for group in self.groups
@@ -255,8 +266,15 @@ class _Finder:
         }
         groups = [g for g in self.groups if any(new in cuts for new in g.hidden_outvars)]
         if not groups:
-            self.exclude(eqn, y, path)
+            if not self.is_part_of_a_weight(y):
+                self.exclude(eqn, y, ways)
             return None
+        if jnp.issubdtype(y.aval.dtype, jnp.complexfloating):
+            raise NotSupportedError(
+                f'{source_line(eqn)}: the output of {eqn.primitive} on {path} is {y.aval.dtype}. '
+                'Traces are of real values: give the real and imaginary part of the weight an op '
+                'each, and join their outputs by jax.lax.complex.'
+            )
         slices = [self.flow.slice([y], group.hidden_outvars) for group in groups]
         x_index = eqn.primitive.x_invar_index
         positions = eqn.primitive.trainable_invars(eqn.params)
@@ -360,6 +378,7 @@ class _Finder:
                 'but is not traced from step to step.',
                 **fields,
             )
+        self.note_untraced_states(relation, eqn, cuts)
         if not relation.is_static:
             self.emit(
                 DiagnosticKind.WEIGHT_VARIES_IN_TIME,
@@ -371,15 +390,65 @@ class _Finder:
                 **fields,
             )
 
-    def exclude(self, eqn: JaxprEqn, y: Var, path: Path) -> None:
+    def note_untraced_states(
+        self, relation: HiddenParamOpRelation, eqn: JaxprEqn, traced: Mapping[Var, Any]
+    ) -> None:
+        """Say which states the op reaches as well, but not position by position."""
+        y = relation.y_var
+        for new, path in self.minfo.outvar_to_hidden_path.items():
+            if new in traced or y not in self.flow.of(new):
+                continue
+            mixers = [self.flow.eqns[cut] for cut in self.flow.of(new)[y].cut_by]
+            unfit = self.is_unfit(y, new, mixers)
+            why = (
+                f'its output has shape {y.aval.shape}, the state {new.aval.shape}'
+                if unfit
+                else f'it passes through operations that mix positions ({_names(mixers)})'
+            )
+            self.emit(
+                DiagnosticKind.RELATION_PARTIAL_PATH,
+                DiagnosticLevel.WARNING
+                if unfit or not all(map(is_product, mixers))
+                else DiagnosticLevel.INFO,
+                eqn,
+                f'the influence of {relation.path} on {path} is not traced, because {why}: it '
+                'counts within the step, and not from step to step. To have it traced, use an op '
+                'of its own for what feeds that state.',
+                weight_path=relation.path,
+                hidden_paths=(path,),
+            )
+
+    def is_part_of_a_weight(self, y: Var) -> bool:
+        """Whether an op's output is but a part of the weights of others, as in ``w + a @ b``."""
+        if not self.ways.is_weight(y):
+            return False
+        reached = self.carried.reached_from([y])
+        readers = [
+            (eqn, [v for v in eqn.invars if not isinstance(v, Literal) and v in reached])
+            for eqn in self.flow.eqns
+            if isinstance(eqn.primitive, ETPPrimitive)
+        ]
+        weights = [
+            {eqn.invars[p] for p in eqn.primitive.trainable_invars(eqn.params).values()}
+            >= set(operands)
+            for eqn, operands in readers
+            if any(self.ways.is_weight(v) for v in operands)
+        ]
+        return bool(weights) and all(weights)
+
+    def exclude(self, eqn: JaxprEqn, y: Var, ways: Mapping[str, WeightWay]) -> None:
         """Say why an op with trained weights reaches no hidden state position by position."""
         hidden = [new for new in self.minfo.hidden_outvar_to_invar if y in self.flow.of(new)]
         cuts = dict.fromkeys(cut for new in hidden for cut in self.flow.of(new)[y].cut_by)
         mixers = [self.flow.eqns[cut] for cut in cuts]
         shapes = {new.aval.shape for new in hidden if self.is_unfit(y, new, mixers)}
-        by = ', '.join(dict.fromkeys(f'{m.primitive.name} at {source_line(m)}' for m in mixers))
+        by = _names(mixers)
         kept = 'It gets the gradient of the step, and none from the past.'
-        if not hidden:
+        lasting = self.carried.lasting([y])
+        if not hidden and lasting:
+            kind, level = DiagnosticKind.CARRIED_STATE_NOT_TRACED, DiagnosticLevel.WARNING
+            why = f'it reaches later steps only through {lasting}. {kept} {_MAKE_HIDDEN}'
+        elif not hidden:
             kind, level = DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL, DiagnosticLevel.INFO
             why = f'it reaches no hidden state: its gradient needs no trace. {kept}'
         elif shapes:
@@ -387,7 +456,12 @@ class _Finder:
             why = (
                 f'its output has shape {y.aval.shape}, the hidden states {sorted(shapes)}; they '
                 f'must be equal, but for leading axes that the op may lack. {kept} To have it '
-                'traced, use an op of its own for each part of the output that feeds a state.'
+                + (
+                    'traced, pass a single number to the op: w.reshape(()).'
+                    if y.aval.size == 1
+                    else 'traced, use an op of its own for each part of the output that feeds a '
+                    'state.'
+                )
             )
         elif all(isinstance(mixer.primitive, ETPPrimitive) for mixer in mixers):
             kind, level = DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT, DiagnosticLevel.WARNING
@@ -401,15 +475,17 @@ class _Finder:
                 f'it reaches hidden states only through operations that mix positions ({by}). '
                 f'{kept} To have it traced, apply the op after them.'
             )
-        self.explained.add(path)
-        self.emit(
-            kind,
-            level,
-            eqn,
-            f'{path} is not traced: {why}',
-            weight_path=path,
-            hidden_paths=tuple(self.minfo.outvar_to_hidden_path[new] for new in hidden),
-        )
+        # Of several parameters behind one weight each gets its record.
+        for path in dict.fromkeys(way.paths[p] for way in ways.values() for p in way.traced):
+            self.explained.add(path)
+            self.emit(
+                kind,
+                level,
+                eqn,
+                f'{path} is not traced: {why}',
+                weight_path=path,
+                hidden_paths=tuple(self.minfo.outvar_to_hidden_path[new] for new in hidden),
+            )
 
     def is_unfit(self, y: Var, new: Var, mixers: Sequence[JaxprEqn]) -> bool:
         """Whether it is for its shape that an op's output does not reach a state: fused gates."""
@@ -421,28 +497,20 @@ class _Finder:
         """Refuse, or explain, an op or a weight inside an equation that was not opened."""
         if not eqn.params:
             return
-        trained = [self.ways.is_trained(v) for v in eqn.invars]
-        if not any(trained):
+        if has_while(eqn):
+            self.check_while(eqn)
+        if not any(self.ways.is_trained(v) for v in eqn.invars) or not contains_etp_op(eqn):
             return
-        loop = _while_with(eqn, trained)
-        if loop is not None:
-            raise NotImplementedError(
-                f'{source_line(loop)}: the weights at {self.paths_into(eqn)} are used inside a '
-                'while loop, which has no reverse mode. Use lax.scan, or lax.fori_loop with a '
-                'fixed number of steps, or move the weights out of the loop.'
-            )
-        if not contains_etp_op(eqn):
-            return
-        name, paths = eqn.primitive.name, self.paths_into(eqn)
+        name, paths = eqn.primitive.name, self.paths_into(*eqn.invars)
         if name in CUSTOM_RULES:
             kind = DiagnosticKind.PRIMITIVE_INSIDE_CUSTOM_RULE
             advice = 'Move the op out of the function with the custom derivative.'
         else:
             kind = DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW
-            advice = (
-                'Move the op out of it, or raise ControlFlowPolicy(scan_unroll_limit=...), or keep '
-                "cond='convert'."
-            )
+            advice = 'Move the op out of it' + {
+                'scan': ', or raise ControlFlowPolicy(scan_unroll_limit=...).',
+                'cond': ", or keep ControlFlowPolicy(cond='convert').",
+            }.get(name, '.')
             if self.minfo.control_flow.etp_in_control_flow == 'error':
                 raise NotImplementedError(
                     f'{source_line(eqn)}: an ETP op on {paths} is inside a {name} that is not '
@@ -460,8 +528,63 @@ class _Finder:
                 weight_path=path,
             )
 
-    def paths_into(self, eqn: JaxprEqn) -> list[Path]:
-        ways = [way for v in eqn.invars for way in [self.ways.find(v)] if way is not None]
+    def check_while(self, eqn: JaxprEqn) -> None:
+        """Refuse a loop through which the gradient of a weight would be lost.
+
+        A ``while`` has forward mode only; for values that move through it position by position,
+        that is enough.
+        """
+        advice = 'Use lax.scan, or lax.fori_loop with a fixed number of steps, '
+        for place, v in enumerate(eqn.invars):
+            how = follows(eqn, place)
+            if how is not None and self.ways.is_weight(v):
+                self.refuse_while(
+                    eqn,
+                    self.paths_into(v),
+                    'the weights at {} are used inside a while loop, which has no reverse mode. '
+                    f'{advice}or move the weights out of the loop.',
+                )
+            if how is False and self.ways.is_trained(v):
+                self.refuse_while(
+                    eqn,
+                    self.paths_into(v),
+                    'values computed from the weights at {} enter a while loop that mixes their '
+                    'positions; it has no reverse mode, so their gradient would be lost. '
+                    f'{advice}or keep the loop position by position.',
+                )
+            paths = [
+                self.minfo.invar_to_hidden_path[old]
+                for old in self.flow.aligned(v)
+                if old in self.minfo.invar_to_hidden_path
+            ]
+            if how is False and paths and self.is_read_by_output(eqn):
+                self.emit(
+                    DiagnosticKind.CONTROL_FLOW_OPAQUE_FWD,
+                    DiagnosticLevel.WARNING,
+                    eqn,
+                    f'an output reads {paths} through a while loop that mixes their positions; '
+                    'what it learns from the past by that way is lost. Use lax.scan, or '
+                    'lax.fori_loop with a fixed number of steps.',
+                    hidden_paths=tuple(paths),
+                )
+
+    def refuse_while(self, eqn: JaxprEqn, paths: list[Path], message: str) -> NoReturn:
+        loop = _first_while(eqn)
+        text = message.format(paths)
+        for path in paths:
+            self.emit(
+                DiagnosticKind.WEIGHT_IN_WHILE, DiagnosticLevel.ERROR, loop, text, weight_path=path
+            )
+        raise NotImplementedError(f'{source_line(loop)}: {text}')
+
+    def is_read_by_output(self, eqn: JaxprEqn) -> bool:
+        """Whether a result of an equation reaches an output of the step past all new states."""
+        results = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+        reached = self.carried.reached_from(results, stop=self.flow.targets)
+        return any(v in reached for v in self.outputs)
+
+    def paths_into(self, *operands: Any) -> list[Path]:
+        ways = [way for v in operands for way in [self.ways.find(v)] if way is not None]
         return list(dict.fromkeys(path for way in ways for path in way.paths))
 
     def note_other_weights(self) -> None:
@@ -469,92 +592,93 @@ class _Finder:
         for path, state in self.minfo.retrieved_model_states.items():
             if not isinstance(state, brainstate.ParamState) or path in self.explained:
                 continue
-            leaves = self.minfo.weight_path_to_invars.get(path)
-            if leaves is None:
+            leaves = self.minfo.weight_path_to_invars.get(path, [])
+            reached = self.carried.reached_from(leaves)
+            lasting = self.carried.lasting(leaves)
+            hidden = not reached.isdisjoint(self.flow.targets)
+            if not (hidden or lasting or any(v in reached for v in self.outputs)):
                 emit(
                     DiagnosticKind.WEIGHT_NOT_USED,
                     DiagnosticLevel.INFO,
-                    f'{path} is not used by the step; its gradient is zero.',
+                    f'{path} is not used by the step, or no derivative by it flows into a result '
+                    '(a stop_gradient, an integer); its gradient is zero.',
                     weight_path=path,
                 )
                 continue
-            reaches = self.reaches_hidden(leaves)
-            advice = (
-                'To have its influence over time traced, pass it through an op of this library '
-                '(matmul, element_wise, ...).'
-                if reaches
-                else 'It reaches no hidden state, so nothing is missing.'
-            )
-            emit(
+            advice = 'It reaches no later step, so nothing is missing.'
+            if lasting:
+                advice = f'It reaches later steps through {lasting}. {_MAKE_HIDDEN}'
+            if hidden:
+                advice = (
+                    'To have its influence over time traced, pass it through an op of this library '
+                    '(matmul, element_wise, ...); an op that is vmapped over its weight is a plain '
+                    'operation.'
+                )
+            readers = (e for e in self.flow.eqns if any(v in leaves for v in _variables(e.invars)))
+            self.emit(
                 DiagnosticKind.WEIGHT_WITHOUT_ETP_OP,
-                DiagnosticLevel.WARNING if reaches else DiagnosticLevel.INFO,
+                DiagnosticLevel.WARNING if hidden or lasting else DiagnosticLevel.INFO,
+                next(readers, None),
                 f'{path} passes through no ETP op: it gets the gradient of the step, and none from '
                 f'the past. {advice}',
                 weight_path=path,
             )
 
-    def reaches_hidden(self, leaves: Sequence[Var]) -> bool:
-        reached = set(leaves)
-        for eqn in self.flow.eqns:
-            if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
-                flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
-                reached.update(v for v, passes in flows if passes)
-        return any(new in reached for new in self.flow.targets)
+    def note_carried_states(self) -> None:
+        """Say by which states other than hidden ones influence lasts without being traced."""
+        olds = list(self.minfo.hidden_outvar_to_invar.values())
+        for path in self.carried.lasting([*olds, *self.minfo.weight_invars]):
+            drivers = [
+                self.minfo.invar_to_hidden_path[old]
+                for old in olds
+                if path in self.carried.lasting([old])
+            ]
+            emit(
+                DiagnosticKind.CARRIED_STATE_NOT_TRACED,
+                DiagnosticLevel.WARNING,
+                f'{path} carries the influence of {drivers or "weights"} to later steps, and is '
+                f'no HiddenState: that influence is not traced. {_MAKE_HIDDEN}',
+                hidden_paths=tuple(drivers),
+                context={'state': path},
+            )
 
     def emit(
         self,
         kind: DiagnosticKind,
         level: DiagnosticLevel,
-        eqn: JaxprEqn,
+        eqn: JaxprEqn | None,
         message: str,
         weight_path: Path | None = None,
         hidden_paths: tuple[Path, ...] = (),
         **context: Any,
     ) -> None:
-        line = source_line(eqn)
+        line = UNKNOWN_LINE if eqn is None else source_line(eqn)
         emit(
             kind,
             level,
             f'{line}: {message}',
-            primitive=eqn.primitive,
+            primitive=None if eqn is None else eqn.primitive,
             weight_path=weight_path,
             hidden_paths=hidden_paths,
             context={'source': line, **context},
         )
 
 
-def _while_with(eqn: JaxprEqn, trained: Sequence[bool]) -> JaxprEqn | None:
-    """The while loop inside an equation that a trained operand flows into, if there is one."""
-    if not any(trained):
-        return None
+def _first_path(ways: Mapping[str, WeightWay]) -> Path:
+    return next(way.paths[way.main] for way in ways.values())
+
+
+def _names(mixers: Sequence[JaxprEqn]) -> str:
+    return ', '.join(dict.fromkeys(f'{m.primitive.name} at {source_line(m)}' for m in mixers))
+
+
+def _variables(atoms: Sequence[Any]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _first_while(eqn: JaxprEqn) -> JaxprEqn:
+    """The while loop in an equation that has one."""
     if eqn.primitive.name == 'while':
         return eqn
-    for sub in jaxprs_in_params(eqn.params):
-        jaxpr = open_jaxpr(sub)[0]
-        # Operands align from the right: a cond has its index, and nothing else, in front.
-        offset = len(trained) - len(jaxpr.invars)
-        if offset not in (0, 1):
-            continue
-        reached = {v for v, t in zip(jaxpr.invars, trained[offset:], strict=True) if t}
-        size = -1
-        while len(reached) > size:  # what a scan carries comes round again
-            size = len(reached)
-            for inner in jaxpr.eqns:
-                operands = [not isinstance(v, Literal) and v in reached for v in inner.invars]
-                if found := _while_with(inner, operands):
-                    return found
-                if any(operands):
-                    flows = zip(inner.outvars, passes_derivative(inner), strict=True)
-                    reached.update(v for v, passes in flows if passes)
-            reached.update(old for old, new in _carried(eqn, jaxpr) if new in reached)
-    return None
-
-
-def _carried(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Var, Var]]:
-    """What a scan carries, before and after one round; nothing for other equations."""
-    if eqn.primitive.name != 'scan':
-        return []
-    num_consts, num_carry = scan_split(eqn)
-    olds, news = body.invars[num_consts : num_consts + num_carry], body.outvars[:num_carry]
-    pairs = zip(olds, news, strict=True)
-    return [(old, new) for old, new in pairs if not isinstance(new, Literal)]
+    inner = (e for sub in jaxprs_in_params(eqn.params) for e in open_jaxpr(sub)[0].eqns)
+    return _first_while(next(e for e in inner if has_while(e)))

@@ -8,7 +8,7 @@ import jax
 
 from .._compat import Atom, Jaxpr, Literal, Primitive, Var, build_jaxpr, open_jaxpr
 from .._typing import Path
-from .alignment import identity_alignment, passes_derivative, through
+from .alignment import identity_alignment, is_inexact, passes_derivative, through
 from .module_info import ModuleInfo
 
 __all__ = ['WeightWay', 'WeightWays']
@@ -21,7 +21,7 @@ class WeightWay:
     Attributes
     ----------
     param_vars : tuple of Var
-        The parameter leaves that it starts from.
+        The parameter leaves that it starts from; those of integers (a mask) come last.
     paths : tuple of Path
         Their ``ParamState``s.
     leaf_indices : tuple of int
@@ -29,8 +29,8 @@ class WeightWay:
     varying_vars : tuple of Var
         Values of the step that it reads besides parameters and constants; empty if it is static.
     traced : tuple of int
-        Which of the parameters can be traced: all, if it is static; if it varies, the main one,
-        provided that the weight follows it element by element.
+        Which of the parameters can be traced: all floats, if it is static; if it varies, the main
+        one, provided that the weight follows it element by element.
     chain : tuple of Primitive
         The primitives on the way.
     main : int
@@ -68,10 +68,12 @@ class WeightWay:
         cotangent: jax.Array,
         varying: Sequence[jax.Array] = (),
     ) -> tuple[jax.Array, ...]:
-        """Cotangents of the parameters from the cotangent of the op's weight."""
+        """Cotangents of the float parameters from the cotangent of the op's weight."""
         if self.is_identity:
             return (cotangent,)
-        return jax.vjp(lambda *p: self(p, varying), *params)[1](cotangent)
+        count = sum(is_inexact(v.aval) for v in self.param_vars)
+        floats, fixed = params[:count], params[count:]
+        return jax.vjp(lambda *p: self([*p, *fixed], varying), *floats)[1](cotangent)
 
 
 class WeightWays:
@@ -84,7 +86,7 @@ class WeightWays:
         self._eqns = jaxpr.eqns
         self._producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self._minfo = minfo
-        self._trained = set(self._params)
+        self._trained = {v for v in self._params if is_inexact(v.aval)}
         self._varying = {v for v in jaxpr.invars if v not in self._params}
         for eqn in jaxpr.eqns:
             operands = [v for v in eqn.invars if not isinstance(v, Literal)]
@@ -100,6 +102,10 @@ class WeightWays:
         """Whether a derivative by some parameter flows into a variable."""
         return not isinstance(atom, Literal) and atom in self._trained
 
+    def is_weight(self, atom: Atom) -> bool:
+        """Whether a variable is trained, and a function of parameters and constants only."""
+        return self.is_trained(atom) and atom not in self._varying
+
     def find(self, atom: Atom) -> WeightWay | None:
         """The way to an op's input, or None if no parameter leads there."""
         if not self.is_trained(atom):
@@ -112,14 +118,16 @@ class WeightWays:
                 kept.append(index)
                 needed.update(v for v in eqn.invars if not isinstance(v, Literal))
         eqns = [self._eqns[index] for index in reversed(kept)]
-        params = tuple(v for v in self._params if v in needed)
+        floats = [v for v in self._params if v in needed and v in self._trained]
+        fixed = [v for v in self._params if v in needed and v not in self._trained]
+        params = (*floats, *fixed)
         read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
         varying = tuple(v for v in read if self._is_read(v))
         constants = [v for v in read if v in self._constants]
         paths = tuple(self._minfo.invar_to_weight_path[v] for v in params)
         jaxpr = build_jaxpr(constants, [*params, *varying], [atom], eqns)
-        main = next((i for i, v in enumerate(params) if v.aval.size == atom.aval.size), 0)
-        traced = tuple(range(len(params)))
+        main = next((i for i, v in enumerate(floats) if v.aval.size == atom.aval.size), 0)
+        traced = tuple(range(len(floats)))
         if varying:
             traced = (main,) if _is_element_wise(jaxpr, params[main]) else ()
         return WeightWay(

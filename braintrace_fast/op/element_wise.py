@@ -1,8 +1,9 @@
 """``y = weight``: marks a weight that acts position by position (a gain, a time constant, a bias).
 
 ``d y / d weight`` is the identity, so trace and plane are the same thing. The weight may have fewer
-axes than the group that it feeds, or axes of size one; then the trace is kept per position of the
-group and summed over the positions that share a weight when it is read.
+leading axes than the group that it feeds, down to a single number; then the trace is kept per
+position of the group and summed over the positions that share a weight when it is read. An axis of
+size one is not spread over the group's: pass ``w.reshape(())``, not a weight of shape ``(1,)``.
 """
 
 from collections.abc import Callable

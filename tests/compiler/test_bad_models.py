@@ -100,6 +100,43 @@ class ChangesType(Leaky):
         return x
 
 
+class ComplexState(Leaky):
+    """A damped rotation, as of a linear recurrent unit."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.z = brainstate.HiddenState(jnp.zeros(N, complex))
+
+    def leak(self, h):
+        self.z.value = 0.9j * self.z.value + h
+        return 0.8 * h + self.z.value.real
+
+
+class ComplexOp(Leaky):
+    def __init__(self):
+        super().__init__()
+        self.turn = brainstate.ParamState(jnp.full(N, 0.5 + 0.5j))
+
+    def leak(self, h):
+        return (btf.element_wise(self.turn.value) * h).real
+
+
+class NotInitialised(Leaky):
+    def init_state(self, batch_size=None, **_):
+        pass
+
+
+class PartlyInitialised(Leaky):
+    """One of two layers has no states yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = NotInitialised()
+
+    def update(self, x):
+        return super().update(x) + self.below(x)
+
+
 class Fails(Leaky):
     """An error of the user's own, after states have been written."""
 
@@ -146,6 +183,26 @@ BAD = [
         ChangesType,
         CompilationError,
         ["hidden state at ('h',)", 'from float64', 'to float32', 'initialise it as'],
+    ),
+    (
+        ComplexState,
+        NotSupportedError,
+        ["hidden state at ('z',) is complex128", 'two hidden states', 'jax.lax.complex'],
+    ),
+    (
+        ComplexOp,
+        NotSupportedError,
+        ['test_bad_models.py:', "('turn',)", 'complex128', 'real and imaginary part'],
+    ),
+    (
+        NotInitialised,
+        CompilationError,
+        ["'h' of a NotInitialised", 'found in the model: none', 'brainstate.nn.init_all_states'],
+    ),
+    (
+        PartlyInitialised,
+        CompilationError,
+        ["'h' of a NotInitialised", "[('h',)]", 'brainstate.nn.init_all_states'],
     ),
     (Fails, LookupError, ['an error of the model']),
 ]
@@ -206,6 +263,15 @@ def test_a_model_is_as_it_was_after_a_good_compilation():
     graph.call_hidden_perturb((x,), graph.hidden_perturb.init_perturb_data())
     graph.call_exit_perturb((x,), *graph.exit_perturb.zeros())
     assert_unchanged(model, before)
+
+
+def test_an_attribute_that_is_missing_elsewhere_is_an_error_of_the_model():
+    class Typo(Leaky):
+        def update(self, x):
+            return super().update(x).sun()
+
+    with pytest.raises(AttributeError, match='sun'):
+        btf.compile_etrace_graph(build(Typo), draw(N_IN))
 
 
 def test_a_mended_model_compiles():

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
-from braintrace_fast import ControlFlowPolicy, DiagnosticKind
+from braintrace_fast import ControlFlowPolicy, DiagnosticKind, DiagnosticLevel
+from braintrace_fast.compiler import diagnostic_context
 from tests.compiler.checks import (
     assert_close,
     assert_same_factors,
@@ -24,6 +25,7 @@ from tests.compiler.checks import (
     draw,
     evaluate,
     factors,
+    loss_of,
     param,
     signal_of_the_past,
 )
@@ -630,10 +632,8 @@ def op_in_while_in_while(x, h, w):
     [
         op_in_while,
         product_in_while,
-        output_in_while,
         op_in_while_in_scan,
         product_in_while_in_long_scan,
-        weight_in_while_after_one_round,
         op_in_while_in_cond,
         product_in_while_in_cond,
         op_in_while_in_while,
@@ -647,6 +647,144 @@ def test_a_weight_inside_a_while_is_refused_with_its_line_and_the_way_out(second
         assert_names_a_line_of(message, loop)
         assert "('U',)" in message
         assert 'lax.scan' in message
+
+
+def output_in_while_in_scan(x, h, w):
+    return jax.lax.scan(lambda c, _: (output_in_while(x, c, w), None), h, length=2)[0]
+
+
+def relaxed_sum(x, h, w):
+    return loop(lambda c: 0.9 * c + 0.1 * jnp.sin(h), btf.matmul(x, w) + h)
+
+
+@jax.custom_vjp
+def fixed_point(v):
+    return loop(lambda c: 0.5 * jnp.sin(c) + v, v)
+
+
+fixed_point.defvjp(
+    lambda v: (fixed_point(v), fixed_point(v)), lambda z, g: (g / (1 - 0.5 * jnp.cos(z)),)
+)
+
+
+def solved(x, h, w):
+    return fixed_point(btf.matmul(x, w) + h)
+
+
+@pytest.mark.parametrize(
+    'second, custom',
+    [
+        (output_in_while, False),
+        (weight_in_while_after_one_round, False),
+        (output_in_while_in_scan, False),
+        (relaxed_sum, False),
+        (solved, True),
+    ],
+)
+def test_what_a_weight_drives_may_pass_through_a_while_position_by_position(second, custom):
+    model, graph, x = compiled(lambda: TwoDrives(second))
+    assert ('U',) in [relation.path for relation in graph.hidden_param_op_relations] or (
+        second is weight_in_while_after_one_round
+    )
+    step = checked(model, graph, x, forward_mode=not custom)
+    assert any(np.any(np.asarray(c) != 0) for c in step.c)
+
+
+class ReadsLoopOfOld(Leaky):
+    """The output reads what a loop makes of the old state, past the new one."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def update(self, x):
+        relaxed = loop(self.body, self.h.value)
+        self.h.value = 0.5 * self.h.value + jnp.tanh(self.drive(x))
+        return relaxed
+
+
+def test_an_output_that_reads_a_loop_of_the_old_state_learns_from_the_past():
+    model, graph, x = compiled(lambda: ReadsLoopOfOld(lambda c: c - 0.1 * c**3))
+    step = checked(model, graph, x, forward_mode=True)
+    (old,) = graph.hidden_groups[0].hidden_invars
+    slope = jnp.diagonal(jax.jacfwd(lambda h: loop(lambda c: c - 0.1 * c**3, h))(model.h.value))
+    by_out = jax.grad(lambda out: loss_of(graph)(out, step.hidden))(step.out)
+    assert_close(step.R[old], slope * by_out)
+
+
+def test_what_an_output_loses_by_a_loop_that_mixes_is_said():
+    _, graph, _ = compiled(lambda: ReadsLoopOfOld(lambda c: c - 0.1 * c.mean()))
+    (record,) = graph.explain(kind=DiagnosticKind.CONTROL_FLOW_OPAQUE_FWD)
+    assert record.level is DiagnosticLevel.WARNING
+    assert record.hidden_paths == (('h',),)
+    assert_names_a_line_of(record.message, loop)
+    assert 'mixes their positions' in record.message and 'lax.scan' in record.message
+
+
+def test_a_loop_that_mixes_on_the_way_to_a_state_is_said_to_mix_there_only():
+    _, graph, _ = compiled(lambda: Leaking(lambda h: loop(lambda c: c - 0.1 * c.mean(), h)))
+    levels = [(record.kind, record.level) for record in graph.diagnostics]
+    assert (DiagnosticKind.TRANSITION_NOT_POSITION_WISE, DiagnosticLevel.WARNING) in levels
+    assert (DiagnosticKind.CONTROL_FLOW_OPAQUE_FWD, DiagnosticLevel.WARNING) not in levels
+
+
+def test_a_loop_that_mixes_what_a_weight_drives_is_refused_in_words_that_fit():
+    def mixed(x, h, w):
+        return loop(lambda c: c - 0.1 * c.mean(), btf.matmul(x, w))
+
+    with pytest.raises(NotImplementedError, match='values computed from the weights') as error:
+        compiled(lambda: TwoDrives(mixed))
+    assert_names_a_line_of(str(error.value), loop)
+    assert "('U',)" in str(error.value) and 'position by position' in str(error.value)
+
+
+def test_a_refused_loop_leaves_an_error_record():
+    model = build(lambda: TwoDrives(op_in_while))
+    with diagnostic_context() as records, pytest.raises(NotImplementedError):
+        btf.find_hidden_param_op_relations_from_module(model, draw(N_IN))
+    record = records[-1]
+    assert (record.kind, record.level, record.weight_path) == (
+        DiagnosticKind.WEIGHT_IN_WHILE,
+        DiagnosticLevel.ERROR,
+        ('U',),
+    )
+
+
+# Scatters at a fixed place
+
+
+@pytest.mark.parametrize(
+    'leak, slope',
+    [
+        (lambda h: (0.8 * h).at[2:].add(-0.1 * h[2:]), [0.8, 0.8, 0.7, 0.7, 0.7]),
+        (lambda h: (0.8 * h).at[1:3].set(0.5 * h[1:3]), [0.8, 0.5, 0.5, 0.8, 0.8]),
+        (lambda h: (0.8 * h).at[-1:].set(0.5 * h[-1:]), [0.8, 0.8, 0.8, 0.8, 0.5]),
+        (lambda h: (0.8 * h).at[:].add(h), [1.8] * 5),
+    ],
+)
+def test_a_part_of_a_state_that_is_set_in_place_stays_position_wise(leak, slope):
+    model, graph, x = compiled(lambda: Leaking(leak))
+    assert graph.hidden_groups[0].is_position_wise
+    assert_close(only_D(checked(model, graph, x)), np.asarray(slope))
+
+
+def test_a_plane_that_is_set_no_longer_depends_on_itself():
+    class Planes(Leaky):
+        def init_state(self, batch_size=None, **_):
+            self.h = brainstate.HiddenGroupState(jnp.zeros((N, 2)))
+
+        def drive(self, x):
+            return btf.matmul(x, self.W.value[:N_IN])
+
+        def update(self, x):
+            first, second = self.h.value[..., 0], self.h.value[..., 1]
+            self.h.value = self.h.value.at[..., 0].set(0.5 * second + self.drive(x))
+            self.h.value = self.h.value.at[..., 1].set(first + second)
+            return self.h.value
+
+    model, graph, x = compiled(Planes)
+    assert graph.hidden_groups[0].pattern == ((False, True), (True, True))
+    checked(model, graph, x)
 
 
 # The policy itself

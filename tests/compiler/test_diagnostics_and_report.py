@@ -8,6 +8,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import pytest
+import saiunit as u
 
 import braintrace_fast as btf
 from braintrace_fast import (
@@ -17,6 +18,7 @@ from braintrace_fast import (
     DiagnosticKind,
     DiagnosticLevel,
 )
+from braintrace_fast._compat import source_line
 from braintrace_fast.compiler import diagnostic_context
 from braintrace_fast.compiler.diagnostics import emit
 from tests.compiler.checks import build, draw, param
@@ -149,6 +151,76 @@ class Coupled(brainstate.nn.Module):
         return second(x)
 
 
+class Carried(Leaky):
+    """What the state was a step ago comes back through a state that is not hidden."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.before = brainstate.ShortTermState(jnp.zeros(N))
+
+    def leak(self, h):
+        new = 0.8 * h + 0.1 * self.before.value
+        self.before.value = h
+        return new
+
+
+class CarriedOutput(Readout):
+    """A readout that is smoothed over time in a state that is not hidden."""
+
+    def __init__(self, mark=btf.matmul):
+        super().__init__()
+        self.mark = mark
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.mean = brainstate.ShortTermState(jnp.zeros(N))
+
+    def update(self, x):
+        out = self.mark(Leaky.update(self, x), self.U.value)
+        self.mean.value = 0.9 * self.mean.value + out
+        return self.mean.value
+
+
+class Narrower(Leaky):
+    """States that read parts of what drives a wider one."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.e, self.i = hidden(batch_size, N - 2), hidden(batch_size, 2)
+
+    def update(self, x):
+        y = self.drive(x)
+        self.h.value = 0.8 * self.h.value + y
+        self.e.value = 0.9 * self.e.value + jnp.tanh(y[..., :-2])
+        self.i.value = 0.9 * self.i.value + jnp.tanh(y[..., -2:])
+        return self.e.value.sum() + self.i.value.sum()
+
+
+class Inhibited(Leaky):
+    """A state of the whole population, which all neurons drive and read."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.g = hidden(batch_size, 1)
+
+    def leak(self, h):
+        new = 0.8 * h - self.g.value
+        self.g.value = 0.9 * self.g.value + 0.1 * h.mean(-1, keepdims=True)
+        return new
+
+
+class LowRank(Leaky):
+    """A weight with an update of low rank, itself made by an op."""
+
+    def __init__(self):
+        super().__init__()
+        self.A, self.B = param(N_IN + N, 2), param(2, N)
+
+    def drive(self, x):
+        weight = self.W.value + btf.matmul(self.A.value, self.B.value)
+        return btf.matmul(jnp.concatenate([x, self.h.value], axis=-1), weight)
+
+
 class External(Leaky):
     """A counter that is no part of the module."""
 
@@ -260,6 +332,7 @@ EMITTED = {
         (('layers', 0, 'h'), ('layers', 1, 'h')),
     ),
     'HIDDEN_STATE_READ_ONLY': (ReadOnly, {}, INFO, None, (('r',),)),
+    'CARRIED_STATE_NOT_TRACED': (Carried, {}, WARNING, None, (('h',),)),
     'STATE_MISMATCH': (External, {}, INFO, None, ()),
 }
 # Kinds of the reference for which the compiler raises instead.
@@ -294,6 +367,170 @@ def test_a_weight_mixed_by_what_varies_is_not_traced_and_says_so():
 
 def test_a_model_with_nothing_to_say_has_only_information():
     assert {record.level for record in compiled(Leaky).diagnostics} == {INFO}
+
+
+def test_a_state_that_a_traced_weight_reaches_in_part_is_named():
+    graph = compiled(Narrower)
+    assert [r.path for r in graph.hidden_param_op_relations] == [('W',)]
+    records = graph.explain(kind=DiagnosticKind.RELATION_PARTIAL_PATH, weight_path=('W',))
+    assert [record.hidden_paths for record in records] == [(('e',),), (('i',),)]
+    for record in records:
+        assert record.level is WARNING
+        assert f'shape ({N},)' in record.message and 'an op of its own' in record.message
+
+
+def test_a_coupling_of_groups_that_mixes_positions_is_named():
+    graph = compiled(Inhibited)
+    records = graph.explain(kind=DiagnosticKind.HIDDEN_COUPLING_NOT_TRACED)
+    pairs = [(('g',), ('h',)), (('h',), ('g',))]
+    assert [record.hidden_paths for record in records] == pairs
+    assert {record.level for record in records} == {WARNING}
+    assert 'reduce_sum at ' in records[1].message and '.py:' in records[1].message
+
+
+def test_a_coupling_of_groups_by_ops_is_information():
+    class Two(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = btf.nn.GRUCell(N_IN, N), btf.nn.GRUCell(N, N)
+
+        def update(self, x):
+            return self.b(self.a(x))
+
+    (record,) = compiled(Two).explain(kind=DiagnosticKind.HIDDEN_COUPLING_NOT_TRACED)
+    assert (record.level, record.hidden_paths) == (INFO, (('a', 'h'), ('b', 'h')))
+
+
+@pytest.mark.parametrize('mark', [btf.matmul, jnp.matmul])
+def test_a_weight_that_lasts_in_a_state_that_is_not_hidden_is_not_said_to_need_no_trace(mark):
+    records = compiled(lambda: CarriedOutput(mark)).explain(weight_path=U)
+    assert [record.level for record in records] == [WARNING]
+    assert "[('mean',)]" in records[0].message
+    assert 'brainstate.HiddenState' in records[0].message
+    assert 'needs no trace' not in records[0].message
+
+
+def test_a_state_that_only_counts_is_not_said_to_carry_influence():
+    class Spiking(Leaky):
+        def init_state(self, batch_size=None, **_):
+            super().init_state(batch_size)
+            self.total = brainstate.ShortTermState(jnp.zeros(N))
+
+        def update(self, x):
+            out = super().update(x)
+            self.total.value += out
+            return out
+
+    assert not compiled(Spiking).explain(kind=DiagnosticKind.CARRIED_STATE_NOT_TRACED)
+
+
+def test_weights_of_a_low_rank_update_are_traced_and_nothing_else_is_said():
+    graph = compiled(LowRank)
+    (relation,) = graph.hidden_param_op_relations
+    assert set(relation.weight_ways['weight'].paths) == {('W',), ('A',), ('B',)}
+    assert {record.level for record in graph.diagnostics} == {INFO}
+    assert not graph.explain(weight_path=('B',))
+    assert CompilationReport(graph).excluded_weights == []
+
+
+def test_a_weight_behind_a_stop_gradient_is_said_to_have_none():
+    graph = compiled(lambda: Second(lambda x, w: x @ jax.lax.stop_gradient(w)))
+    (record,) = graph.explain(weight_path=U)
+    assert record.kind is DiagnosticKind.WEIGHT_NOT_USED
+    assert 'stop_gradient' in record.message and 'gradient is zero' in record.message
+
+
+def test_a_weight_of_a_vmapped_op_is_told_why_it_is_not_traced():
+    each = jax.vmap(btf.matmul, in_axes=(None, 0))
+    graph = compiled(lambda: Second(lambda x, w: each(x, w[:, :, None])[:, 0], (N, N_IN)))
+    (record,) = graph.explain(weight_path=U)
+    assert record.kind is DiagnosticKind.WEIGHT_WITHOUT_ETP_OP
+    assert 'vmapped' in record.message
+    assert 'test_diagnostics_and_report.py:' in record.context['source']
+
+
+def test_a_weight_that_is_put_out_as_it_is_is_explained():
+    class PutOut(Unused):
+        def update(self, x):
+            return super().update(x), self.U.value
+
+    (record,) = compiled(PutOut).explain(weight_path=U)
+    assert (record.kind, record.level) == (DiagnosticKind.WEIGHT_WITHOUT_ETP_OP, INFO)
+
+
+def test_advice_is_about_the_control_flow_at_hand():
+    (scan,) = compiled(lambda: Second(long_scan), **EXCLUDE).explain(weight_path=U)
+    assert 'scan_unroll_limit' in scan.message and 'cond' not in scan.message
+    (cond,) = compiled(lambda: Second(behind_cond), cond='opaque', **EXCLUDE).explain(weight_path=U)
+    assert "cond='convert'" in cond.message and 'scan' not in cond.message
+
+
+def test_a_weight_of_size_one_is_told_to_be_a_number():
+    def gain(x, w):
+        return btf.element_wise(w) * jnp.ones(N)
+
+    graph = compiled(lambda: Second(gain, (1,)))
+    (record,) = graph.explain(weight_path=U)
+    assert record.kind is DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH
+    assert 'w.reshape(())' in record.message
+    traced = compiled(lambda: Second(lambda x, w: gain(x, w.reshape(())), (1,)))
+    assert U in [relation.path for relation in traced.hidden_param_op_relations]
+
+
+# Lines of the user's code
+
+
+def test_an_operation_of_jax_is_named_by_the_line_that_calls_it():
+    class Rolled(Leaky):
+        def leak(self, h):
+            return 0.8 * h + jnp.roll(h, 1)
+
+    (record,) = compiled(Rolled).explain(kind=DiagnosticKind.TRANSITION_NOT_POSITION_WISE)
+    assert 'test_diagnostics_and_report.py:' in record.context['source']
+    assert 'leak' in record.context['source']
+
+
+def test_what_an_operation_is_taken_apart_into_has_its_line():
+    class InPlace(Leaky):
+        def leak(self, h):
+            return h.at[1:3].set(0.5 * h[1:3])
+
+        def drive(self, x):
+            return jax.lax.cond(x[0] > 0, lambda: Leaky.drive(self, x), lambda: jnp.zeros(N))
+
+    eqns = compiled(InPlace).module_info.jaxpr.eqns
+    lines = {eqn.primitive.name: source_line(eqn) for eqn in eqns}
+    assert 'scatter' not in lines and 'cond' not in lines
+    assert lines['slice'].endswith('.drive)') and lines['select_n'].endswith('.drive)')
+    assert not any(line.endswith('(compiled)') for line in lines.values())
+
+
+def test_code_of_a_prompt_has_lines_too():
+    names = {'Leaky': Leaky, 'jnp': jnp}
+    code = 'class Rolled(Leaky):\n  def leak(self, h):\n    return 0.8 * h + jnp.roll(h, 1)\n'
+    exec(compile(code, '<stdin>', 'exec'), names)
+    (record,) = compiled(names['Rolled']).explain(kind=DiagnosticKind.TRANSITION_NOT_POSITION_WISE)
+    assert record.context['source'].startswith('<stdin>:3 (')
+
+
+def test_a_layer_of_another_library_is_named_by_the_line_that_calls_it():
+    state = pytest.importorskip('brainpy.state')
+
+    class Spiking(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.W = param(N_IN, N)
+            self.neurons = state.LIF(N)
+
+        def update(self, x):
+            current = btf.matmul(x, self.W.value) * u.mA
+            return self.neurons(current + 0.0 * u.math.roll(self.neurons.V.value, 1) / u.ohm)
+
+    lines = {source_line(eqn) for eqn in compiled(Spiking).module_info.jaxpr.eqns}
+    mine = {line for line in lines if 'test_diagnostics_and_report.py:' in line}
+    assert len(mine) == 2
+    # What the library differentiates on its own has lost the line of the call.
+    assert all('brainpy' in line for line in lines - mine)
 
 
 # The report

@@ -412,3 +412,30 @@ def test_group_merging_knows_two_versions():
     assert group_merging([(1, 2), (2, 3)]) == group_merging([(1, 2), (2, 3)], version=1)
     with pytest.raises(ValueError, match='versions 0 and 1, not 2'):
         group_merging([(1, 2)], version=2)
+
+
+class TwoTypes(Leaky):
+    """A state in float32 that is coupled with one in float64."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.s = brainstate.HiddenState(jnp.full(N, 0.5, jnp.float32))
+
+    def leak(self, h):
+        new = 0.8 * h + self.s.value**2
+        self.s.value = 0.5 * self.s.value + 0.1 * h.astype(jnp.float32)
+        return new
+
+
+def test_states_of_two_types_have_a_jacobian(x64):
+    model, x = build(TwoTypes), draw(N_IN)
+    graph = btf.compile_etrace_graph(model, x)
+    (group,) = graph.hidden_groups
+    *_, temps = graph.module_info.jaxpr_call(x)
+    found = group.diagonal_jacobian(
+        [temps[v] for v in group.hidden_invars],
+        [temps[v] for v in group.transition_jaxpr_constvars],
+    )
+    s = model.s.value
+    true = jnp.stack([jnp.full(N, 0.8), 2.0 * s, jnp.full(N, 0.1), jnp.full(N, 0.5)], -1)
+    assert_close(found, true.reshape(N, 2, 2), 1e-6)

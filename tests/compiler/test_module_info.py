@@ -136,6 +136,22 @@ def test_jaxpr_call_is_the_step_and_leaves_the_states_alone(make):
     assert_trees_close(leaves_of(model), before)
 
 
+class Gained(Leaky):
+    def update(self, x, *, gain, offset=0.0):
+        return super().update(gain * x + offset)
+
+
+def test_jaxpr_call_takes_inputs_by_name_as_they_were_traced():
+    model, x = build(Gained), draw(N_IN)
+    named = {'offset': draw(N_IN), 'gain': jnp.asarray(2.0)}
+    info = btf.extract_module_info(model, x, **named)
+    out, hiddens, *_ = info.jaxpr_call(x, **named)
+    true, new, *_ = extract(Leaky)[1].jaxpr_call(2.0 * x + draw(N_IN))
+    assert_trees_close([out, hiddens], [true, new])
+    with pytest.raises(ValueError, match='differ in structure'):
+        info.jaxpr_call(x)
+
+
 def test_jaxpr_call_runs_from_given_values_and_inside_jit():
     model, info, (x,) = extract(Leaky)
     olds = [state.value for state in info.compiled_model_states]

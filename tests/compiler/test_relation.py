@@ -549,3 +549,31 @@ def test_every_weight_without_a_trace_has_one_record_that_says_why(make, kind, l
     assert (record.kind, record.level) == (kind, level)
     assert dict(btf.CompilationReport(graph).excluded_weights) == {('U',): kind.value}
     assert_exact(model, graph, x)
+
+
+# Integers beside the weight
+
+
+class Masked(Leaky):
+    """A mask of integers beside the weight, in one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        mask = jnp.asarray(np.random.default_rng(0).binomial(1, 0.5, (N_IN + N, N)))
+        self.W = brainstate.ParamState({'mask': mask, 'weight': self.W.value})
+
+    def drive(self, x):
+        weight = self.W.value['weight'] * self.W.value['mask']
+        return btf.matmul(jnp.concatenate([x, self.h.value], axis=-1), weight)
+
+
+def test_integers_of_a_parameter_are_read_and_not_trained(x64):
+    model, x = build(Masked), draw(N_IN)
+    (relation,) = btf.compile_etrace_graph(model, x).hidden_param_op_relations
+    way = relation.weight_ways['weight']
+    assert relation.trainable_leaf_indices == {'weight': 1}
+    assert way.is_static and way.traced == (0,) and way.leaf_indices == (1, 0)
+    value = model.W.value
+    cotangent = draw(N_IN + N, N)
+    (pulled,) = way.pull_back([value['weight'], value['mask']], cotangent)
+    assert_close(pulled, cotangent * value['mask'])

@@ -1,0 +1,80 @@
+"""States besides hidden ones and weights that carry derivatives from step to step, untraced."""
+
+from collections.abc import Iterable
+
+import brainstate
+import jax
+
+from .._compat import Literal, Var
+from .._typing import Path
+from .alignment import is_inexact, passes_derivative
+from .module_info import ModuleInfo
+
+__all__ = ['CarriedStates']
+
+
+class CarriedStates:
+    """The floats of a step that are carried over in states that are not traced.
+
+    Parameters
+    ----------
+    minfo : ModuleInfo
+        The traced model.
+    """
+
+    def __init__(self, minfo: ModuleInfo) -> None:
+        traced = brainstate.ParamState | brainstate.HiddenState
+        self._eqns = minfo.jaxpr.eqns
+        self._pairs: dict[Path, list[tuple[Var, Var]]] = {
+            minfo.state_id_to_path[id(state)]: [
+                (old, new)
+                for old, new in zip(jax.tree.leaves(olds), jax.tree.leaves(news), strict=True)
+                if is_inexact(old.aval) and not isinstance(new, Literal)
+            ]
+            for state, olds, news in zip(
+                minfo.compiled_model_states,
+                minfo.state_tree_invars,
+                minfo.state_tree_outvars,
+                strict=True,
+            )
+            if not isinstance(state, traced)
+        }
+        outputs = minfo.jaxpr.outvars[: minfo.num_var_out]
+        results = [v for v in outputs if not isinstance(v, Literal)]
+        self._results = frozenset([*results, *minfo.hidden_outvar_to_invar])
+
+    def reached_from(
+        self, sources: Iterable[Var], over_time: bool = False, stop: Iterable[Var] = ()
+    ) -> set[Var]:
+        """The variables that derivatives by the sources flow into, by ways past those of ``stop``.
+
+        With ``over_time``, also in later steps.
+        """
+        stop = frozenset(stop)
+        reached = {v for v in sources if is_inexact(v.aval)}
+        size = -1
+        while len(reached) > size:
+            size = len(reached)
+            for eqn in self._eqns:
+                if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
+                    flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
+                    reached.update(v for v, passes in flows if passes and v not in stop)
+            if not over_time:
+                break
+            pairs = (pair for found in self._pairs.values() for pair in found)
+            reached.update(old for old, new in pairs if new in reached)
+        return reached
+
+    def lasting(self, sources: Iterable[Var]) -> list[Path]:
+        """The carried states by which the sources reach results or hidden states of later steps."""
+        if not any(self._pairs.values()):
+            return []
+        reached = self.reached_from(sources, over_time=True)
+        return [
+            path
+            for path, pairs in self._pairs.items()
+            if any(
+                new in reached and not self._results.isdisjoint(self.reached_from([old], True))
+                for old, new in pairs
+            )
+        ]
