@@ -219,8 +219,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _runs_in_windows(self) -> bool:
         """Whether sequences are learned in windows, with the trace touched once in each."""
-        relations = self.graph.hidden_param_op_relations
-        return self.vjp_method == 'single-step' and all(r.is_static for r in relations)
+        return self.vjp_method == 'single-step' and self._is_static()
+
+    def _is_static(self) -> bool:
+        """Whether no traced weight varies in time."""
+        return all(relation.is_static for relation in self.graph.hidden_param_op_relations)
 
     def forget(self) -> None:
         """Take the trace for zero from here on; what it holds is not touched."""
@@ -384,12 +387,20 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             sequences, at_step = split_window(args)
 
             def body(carry: Any, slices: Any) -> Any:
-                hidden, others, entry, t = carry
+                hidden, others = carry
                 out, hidden, others, factors = runner.run(at_step(slices), params, hidden, others)
-                trace = engine.advance(entry, factors, lax.stop_gradient(params), t)
-                return (hidden, others, Entry(trace, jnp.ones_like(entry.live)), t + 1), out
+                return (hidden, others), (out, factors)
 
-            (hidden, others, entry, _), out = lax.scan(body, (hidden, others, entry, t), sequences)
+            (hidden, others), (out, factors) = lax.scan(body, (hidden, others), sequences)
+            if self._is_static():
+                return out, hidden, others, engine.window(None, entry, factors, None, t, True)
+
+            def advance(carry: Any, factors: Any) -> Any:
+                entry, t = carry
+                trace = engine.advance(entry, factors, lax.stop_gradient(params), t)
+                return (Entry(trace, jnp.ones_like(entry.live)), t + 1), None
+
+            (entry, _), _ = lax.scan(advance, (entry, t), factors)
             return out, hidden, others, entry.trace
 
         window = jax.custom_vjp(run)
