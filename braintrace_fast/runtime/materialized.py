@@ -44,16 +44,23 @@ class MaterializedEngine:
         self.graph = graph
         self.trace_dtype = trace_dtype
         self.relations = list(graph.hidden_param_op_relations)
-        for relation in self.relations:
-            if relation.primitive.trace_rules is None:
-                raise NotSupportedError(
-                    f'{relation.source}: {relation.primitive} has no trace rules, so its trace '
-                    'cannot be carried. Register them with register_primitive(trace_rules=...).'
-                )
         self.kept = [
             [kept_planes(graph, group.index, f, windows) for group, f in _reached(relation)]
             for relation in self.relations
         ]
+        for relation, kept in zip(self.relations, self.kept, strict=True):
+            if relation.primitive.trace_rules is None:  # it may be learned in fresh windows
+                kept[:] = [[False] * len(planes) for planes in kept]
+
+    def _check_rules(self) -> None:
+        for relation in self.relations:
+            if relation.primitive.trace_rules is None:
+                raise NotSupportedError(
+                    f'{relation.source}: {relation.primitive} has no trace rules, so its trace '
+                    'cannot be carried from step to step. Register them with '
+                    "register_primitive(trace_rules=...), or use etrace_grad(..., trace='fresh') "
+                    'with all steps in one window.'
+                )
 
     def init(self, factors: Factors) -> Trace:
         """A zero trace, from factors or their shapes."""
@@ -75,6 +82,7 @@ class MaterializedEngine:
 
     def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The trace after a step."""
+        self._check_rules()
         fresh = self._fresh(factors, params)
         new = []
         for r, relation in enumerate(self.relations):
@@ -151,6 +159,8 @@ class MaterializedEngine:
         gradient. ``entry`` is the trace before the first step, None for zeros. Returns the trace
         after the last step, or None without ``carry``. All weights must be static.
         """
+        if carry:
+            self._check_rules()
         backs: list[list[Plane]] = [[] for _ in self.relations]
         exits: list[list[tuple[Any, Any]]] = [[] for _ in self.relations]
         for group in self.graph.hidden_groups:

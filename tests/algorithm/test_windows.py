@@ -10,6 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import braintrace_fast as btf
+from braintrace_fast import testing
 from tests.algorithm.learning import (
     BATCH,
     STEPS,
@@ -173,3 +174,33 @@ def test_an_unknown_trace_is_refused():
     learned = learning(MODELS['gru'], 'd_rtrl')
     with pytest.raises(ValueError, match="'carry', 'fresh'"):
         in_windows(learned, trace='keep')
+
+
+def test_an_op_without_trace_rules_learns_in_fresh_windows(x64):
+    scaled = btf.register_primitive(
+        'test_windows_scaled', lambda x, weight: 2 * (x @ weight), batched=True
+    )
+
+    class Cell(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.W = brainstate.ParamState(brainstate.random.normal(size=(7, 4)))
+
+        def init_state(self, batch_size=None, **_):
+            self.h = brainstate.HiddenState(jnp.zeros((batch_size, 4), jnp.float64))
+
+        def update(self, x):
+            seen = jnp.concatenate([x, self.h.value], -1)
+            self.h.value = jnp.tanh(scaled.bind(seen, self.W.value) + 0.5 * self.h.value)
+            return self.h.value
+
+    model = Cell()
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(STEPS, BATCH, 3)))
+    learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=BATCH)
+    options = dict(step_fn=lambda x: jnp.sum(learner(x) ** 2), reduction='sum')
+    with pytest.raises(btf.NotSupportedError, match="trace='fresh'"):
+        learner.etrace_grad(xs, **options)
+    found = learner.etrace_grad(xs, trace='fresh', **options)
+    brainstate.nn.reset_all_states(model, batch_size=BATCH)
+    true = testing.recurrence(model, xs, step_fn=lambda x: jnp.sum(model(x) ** 2))
+    check(found, true, rtol=1e-10)
