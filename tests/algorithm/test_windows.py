@@ -201,6 +201,6 @@ def test_an_op_without_trace_rules_learns_in_fresh_windows(x64):
     with pytest.raises(btf.NotSupportedError, match="trace='fresh'"):
         learner.etrace_grad(xs, **options)
     found = learner.etrace_grad(xs, trace='fresh', **options)
-    brainstate.nn.reset_all_states(model, batch_size=BATCH)
+    model.h.value = jnp.zeros_like(model.h.value)
     true = testing.recurrence(model, xs, step_fn=lambda x: jnp.sum(model(x) ** 2))
     check(found, true, rtol=1e-10)
