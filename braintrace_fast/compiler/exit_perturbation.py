@@ -26,6 +26,7 @@ from .._compat import (
     open_jaxpr,
     rewire,
 )
+from .alignment import passes_derivative
 from .control_flow import has_while
 from .flow import Flow
 from .hidden_group import HiddenGroup
@@ -61,12 +62,16 @@ class ExitPerturbation:
     closed_jaxpr : ClosedJaxpr
         The step; inputs are those of the original, then a zero per ``y``, per new state and per
         bypassing old state.
+    y_bypasses : tuple of bool
+        Per ``y``, whether it may reach the loss other than by the paths that ``f`` contains and the
+        exits of its group; if not, ``c = sum_s f[s] L[s]``.
     """
 
     y_vars: tuple[Var, ...]
     hidden_outvars: tuple[Var, ...]
     bypass_invars: tuple[Var, ...]
     closed_jaxpr: ClosedJaxpr
+    y_bypasses: tuple[bool, ...]
 
     def zeros(self) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """Zeros for the ops' outputs, for the new states and for the bypassing old ones."""
@@ -151,6 +156,7 @@ class _Rewriter:
         self.bypasses = {old: new_var(old.aval) for group in groups for old in group.hidden_invars}
         self.y_zeros = {relation.y_var: new_var(relation.y_var.aval) for relation in relations}
         self.static_relations = {r.y_var: r for r in relations if r.is_static}
+        self.relations = relations
         self.past_new = self.reached_by_old_states()
         self.inside: World = (2 << len(groups)) - 1
         self.worlds: dict[Var, World] = {}
@@ -179,7 +185,38 @@ class _Rewriter:
             ],
             self.eqns,
         )
-        return ExitPerturbation(tuple(self.y_zeros), tuple(self.exits), tuple(bypassing), closed)
+        results = [self.copy(v, OUTSIDE) for v in jaxpr.outvars[:num_main]]
+        return ExitPerturbation(
+            tuple(self.y_zeros),
+            tuple(self.exits),
+            tuple(bypassing),
+            closed,
+            self.bypassing_ys(results),
+        )
+
+    def bypassing_ys(self, results: Sequence[Atom]) -> tuple[bool, ...]:
+        """Per relation, whether its ``y`` reaches a result other than through ``f`` and an exit."""
+        told: dict[Var, int] = {}  # by the zero of an exit: the relations whose f says it all
+        reached: dict[Var, int] = {}  # by variable: the relations that reach it otherwise
+        for r, relation in enumerate(self.relations):
+            reached[self.y_zeros[relation.y_var]] = 1 << r
+            for path, how in relation.path_classification.items():
+                if how == 'all_direct' and len(relation.hidden_groups) == 1:
+                    zero = self.exits[self.minfo.hidden_path_to_outvar[path]]
+                    told[zero] = told.get(zero, 0) | 1 << r
+        for eqn in self.eqns:
+            found = 0
+            for v in eqn.invars:
+                if not isinstance(v, Literal):
+                    found |= reached.get(v, 0)
+            for v in eqn.invars:
+                if not isinstance(v, Literal):
+                    found &= ~told.get(v, 0)
+            if found:
+                flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
+                reached.update((v, found) for v, passes in flows if passes)
+        ends = [reached.get(v, 0) for v in results if not isinstance(v, Literal)]
+        return tuple(any(end >> r & 1 for end in ends) for r in range(len(self.relations)))
 
     def reached_by_old_states(self) -> set[Var]:
         """The variables that old states reach by paths without a new state on them."""

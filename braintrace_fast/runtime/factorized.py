@@ -61,6 +61,8 @@ class FactorizedEngine:
         self.graph = graph
         self.decay_x, self.decay_f = decay
         self.relations = list(graph.hidden_param_op_relations)
+        perturb = graph.exit_perturb
+        self.bypasses = [True] * len(self.relations) if perturb is None else perturb.y_bypasses
         varying = [relation for relation in self.relations if not relation.is_static]
         if windows and varying:
             raise NotSupportedError(
@@ -235,8 +237,9 @@ class FactorizedEngine:
         past = weighted(fhat, signals.L)
         if past is not None:
             total.add_product(r, xhat, corrected(past, steps), leading_axes=1)
-        now = weighted(factors.f[r], signals.L)
-        total.add_product(r, factors.x[r], c if now is None else c - now, leading_axes=1)
+        if self.bypasses[r]:
+            now = weighted(factors.f[r], signals.L)
+            total.add_product(r, factors.x[r], c if now is None else c - now, leading_axes=1)
         before = [
             [jnp.concatenate([start[None], plane[:-1]]) for start, plane in zip(*pair, strict=True)]
             for pair in zip(f_start, fhat, strict=True)
