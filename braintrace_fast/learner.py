@@ -141,6 +141,15 @@ class ETraceVmap(brainstate.nn.Module):
         """Run one step, or a window, for the whole batch."""
         return self.module(*args, **options)
 
+    @property
+    def modulator(self) -> Any:
+        """The standing modulator of the learner."""
+        return self.module.modulator  # type: ignore[attr-defined]
+
+    @modulator.setter
+    def modulator(self, value: Any) -> None:
+        self.module.modulator = value  # type: ignore[attr-defined]
+
     def __getattr__(self, name: str) -> Any:
         if name == 'module':  # not set yet: copying and unpickling ask before they set it
             raise AttributeError(name)

@@ -122,14 +122,20 @@ class RandomFeedback:
 
     def __init__(self, graph: ETraceGraph, key: Any) -> None:
         self.graph = graph
-        self.feedback: dict[int, FixedRandomFeedback] = {}
-        with brainstate.random.seed_context(key):
-            for relation in graph.hidden_param_op_relations:
-                for group in relation.hidden_groups:
-                    if group.index not in self.feedback:
-                        size = group.varshape[-1]
-                        own = FixedRandomFeedback(size, size, brainstate.random.split_key())
-                        self.feedback[group.index] = own
+        relations = graph.hidden_param_op_relations
+        groups = {group.index: group for r in relations for group in r.hidden_groups}
+        try:
+            with brainstate.random.seed_context(key):
+                keys = [brainstate.random.split_key() for _ in groups]
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f'random_feedback_key is {key!r}; expected a random key, such as '
+                'brainstate.random.split_key() gives.'
+            ) from error
+        self.feedback = {
+            index: FixedRandomFeedback(group.varshape[-1], group.varshape[-1], own)
+            for (index, group), own in zip(groups.items(), keys, strict=True)
+        }
 
     def __call__(self, factors: Factors, signals: Signals) -> Signals:
         """The signals of a step, of its new and of its old states, projected."""
@@ -176,6 +182,7 @@ def _direction(plane: jax.Array) -> jax.Array:
 
 def _expanded(modulator: jax.Array, group: HiddenGroup) -> tuple[jax.Array, ...]:
     """A modulator as planes of a group."""
+    modulator = jnp.asarray(modulator)
     shape = (*group.varshape, group.num_state)
     if modulator.ndim and modulator.shape == shape[:-1]:
         modulator = modulator[..., None]
@@ -191,7 +198,10 @@ def check_modulator(modulator: Any, groups: Sequence[HiddenGroup]) -> jax.Array:
             f'The modulator is a {type(modulator).__name__}; expected one number or array for all '
             'hidden groups. Make an array of it.'
         )
-    array = jnp.asarray(u.get_mantissa(modulator))
+    try:
+        array = jnp.asarray(u.get_mantissa(modulator))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f'The modulator is {modulator!r}; expected a number or array.') from error
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f'The modulator is {array.dtype}; expected real numbers.')
     for group in groups:

@@ -12,6 +12,9 @@ from .signals import check_modulator, modulated
 
 __all__ = ['ThreeFactor']
 
+NONE = ()
+"""The value of a state without one; brainstate refuses None."""
+
 
 class ThreeFactor(ParamDimVjpAlgorithm):
     r"""A trace of inputs and states, times a third factor: reward, surprise, dopamine.
@@ -85,18 +88,24 @@ class ThreeFactor(ParamDimVjpAlgorithm):
                 'window the loss alone would count, and not the modulator.'
             )
         self.snap_max_jacobian_elements = snap_max_jacobian_elements
-        self._modulator = brainstate.ShortTermState(None)
+        self._modulator = brainstate.ShortTermState(NONE)
         self.modulator = modulator
 
     @property
     def modulator(self) -> Any:
         """The standing modulator, or None. It is kept in a state, so that jit sees a new one."""
-        return self._modulator.value
+        value = self._modulator.value
+        return None if isinstance(value, tuple) else value
 
     @modulator.setter
     def modulator(self, value: Any) -> None:
         groups = self.graph.hidden_groups if self.is_compiled else ()
-        self._modulator.value = None if value is None else check_modulator(value, groups)
+        self._modulator.value = NONE if value is None else check_modulator(value, groups)
+
+    def compile_graph(self, *args: Any) -> None:
+        """Compile the model for inputs like these, and make a zero trace."""
+        super().compile_graph(*args)
+        self.modulator = self.modulator  # its shape can be checked now
 
     def modulator_of(self, given: Any) -> jax.Array | None:
         """The modulator of a call: what was given, or else what stands."""
