@@ -124,6 +124,12 @@ class RandomFeedback:
         self.graph = graph
         relations = graph.hidden_param_op_relations
         groups = {group.index: group for r in relations for group in r.hidden_groups}
+        for group in groups.values():
+            if not group.varshape:
+                raise ValueError(
+                    f'The states {group.hidden_paths} are single numbers, without an axis of '
+                    'neurons to project. Give them one, of length 1.'
+                )
         try:
             with brainstate.random.seed_context(key):
                 keys = [brainstate.random.split_key() for _ in groups]

@@ -69,7 +69,7 @@ class FilteredEngine:
         step: jax.Array,
     ) -> None:
         """Add ``signals[g][q] . ebar[q]``."""
-        self.engine.entry_gradients(total, entry, _second_half(signals), step)
+        self.engine.entry_gradients(total, entry, second_half(signals), step)
 
     def window(
         self,
@@ -108,17 +108,22 @@ class FilteredEngine:
             if reached.index == group
         ]
         like = next((p for planes in (*D, *reaching) for p in planes if p is not None), None)
-        keep = None if like is None else jnp.full_like(like, self.kappa)
-        places = range(len(D))
-        return (
-            *((*row, *(None for _ in places)) for row in D),
-            *((*row, *(keep if q == s else None for q in places)) for s, row in enumerate(D)),
-        )
+        return with_filter(D, None if like is None else jnp.full_like(like, self.kappa))
+
+
+def with_filter(D: Sequence[Sequence[Plane]], keep: Plane) -> tuple[tuple[Plane, ...], ...]:
+    """``[[D, 0], [D, keep]]``."""
+    places = range(len(D))
+    return (
+        *((*row, *(None for _ in places)) for row in D),
+        *((*row, *(keep if q == s else None for q in places)) for s, row in enumerate(D)),
+    )
 
 
 def _read_filtered(signals: Signals) -> Signals:
-    return signals._replace(L=_second_half(signals.L), R=_second_half(signals.R))
+    return signals._replace(L=second_half(signals.L), R=second_half(signals.R))
 
 
-def _second_half(planes: Sequence[Sequence[Plane]]) -> tuple[tuple[Plane, ...], ...]:
+def second_half(planes: Sequence[Sequence[Plane]]) -> tuple[tuple[Plane, ...], ...]:
+    """Per group, no signal for the trace, and these for its filter."""
     return tuple((*(None for _ in own), *own) for own in planes)

@@ -43,7 +43,7 @@ RULES = {
 }
 TABLE = {
     'filter': (
-        'vanilla gru lstm lif_expon gif_expon coba_ei two_layers drop_connect shared_weight '
+        'vanilla gru lstm lif_expon gif_expon two_layers drop_connect shared_weight '
         'tied_readout output_reads_y while learned_leak hidden_group_state units'
     ),
     'feedback': 'gru lstm two_layers drop_connect plain_readout output_reads_y',
