@@ -11,7 +11,7 @@ find-python = $(shell \
 			print(sys.executable)' 2>/dev/null && break; \
 	done)
 
-.PHONY: help demo test test-matrix lint format types wheel clean
+.PHONY: help demo bench test test-matrix lint format types wheel clean
 .PRECIOUS: .venv/%/.ready
 
 help: ## list the targets
@@ -20,6 +20,10 @@ help: ## list the targets
 demo: .venv/py311/.ready ## train a spiking network online and draw it (ARGS="--seed 1" passes options)
 	@echo "==> demo: examples/delayed_match.py in .venv/py311"
 	@.venv/py311/bin/python examples/delayed_match.py --plot build/demo.png $(ARGS)
+
+bench: .venv/py311/.ready ## time gradients against BPTT and braintrace (ARGS="--steps 400" passes options)
+	@echo "==> bench: benchmarks/speed.py in .venv/py311"
+	@JAX_PLATFORMS=cpu .venv/py311/bin/python -m benchmarks.speed $(ARGS)
 
 test: test-py311 ## run the suite on Python 3.11 (ARGS="-k name" passes options to pytest)
 

@@ -17,7 +17,7 @@ from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
 from ..runtime.factors import Entry, Factors, Signals, Values
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window
-from .sequence import Recorder, SequenceDriverMixin
+from .sequence import Recorder, SequenceDriverMixin, WindowInside
 
 __all__ = ['ETraceAlgorithm', 'ETraceVjpAlgorithm', 'EligibilityTrace', 'Engine']
 
@@ -308,7 +308,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         modulator = self.modulator_of(modulator)
         if self.recorder is not None:
             self.recorder.modulator = modulator
-            return self._recorded_step(self.recorder, single_step(args))
+            return self._recorded_step(self.recorder, args)
         executor = self.graph_executor
         params, hidden, others = executor.values()
         run: Callable[..., Any] = partial(self._single_step, modulator)
@@ -329,6 +329,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _recorded_step(self, recorder: Recorder, args: Any) -> Any:
         """Run a step of the model, and leave the trace to the end of the window."""
+        if has_multi_step_data(args):
+            if recorder.zeros is None:
+                raise WindowInside
+            raise NotImplementedError(self._needs_multi_step())
+        args = single_step(args)
         values = self.graph_executor.values()
         runner = self.graph_executor.runner
         if recorder.zeros is None:
@@ -338,6 +343,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             out, hidden, others = results
         self._write_states(hidden, others)
         return out
+
+    def _needs_multi_step(self) -> str:
+        return (
+            "The gradient of a window (MultiStepData) needs vjp_method='multi-step'; this learner "
+            f'has {self.vjp_method!r}. Give one step at a time, or compile it so.'
+        )
 
     def _write_states(self, hidden: Values, others: Values) -> None:
         states = self.graph_executor.states
@@ -424,10 +435,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
         ) -> Any:
             if self.vjp_method != 'multi-step':
-                raise NotImplementedError(
-                    "The gradient of a window (MultiStepData) needs vjp_method='multi-step'; this "
-                    f'learner has {self.vjp_method!r}. Give one step at a time, or compile it so.'
-                )
+                raise NotImplementedError(self._needs_multi_step())
 
             def main(args: Any, params: Values, hidden: Values) -> Any:
                 *results, new_trace = run(args, params, hidden, others, entry, t)

@@ -29,6 +29,10 @@ class Recorder:
         self.modulator: Any = None
 
 
+class WindowInside(Exception):
+    """A step that is recorded calls the learner with a window of its own."""
+
+
 class Windows(NamedTuple):
     """How sequences are cut into windows.
 
@@ -40,14 +44,14 @@ class Windows(NamedTuple):
         Whether to start and end with a trace of zeros.
     carry : bool
         Whether a trace passes from window to window.
-    pbar : optional
-        A progress bar over the windows.
+    bar : callable or None
+        A progress bar over the steps.
     """
 
     every: int
     fresh: bool
     carry: bool
-    pbar: Any
+    bar: Callable[..., None] | None
 
 
 class SequenceDriverMixin:
@@ -112,8 +116,8 @@ class SequenceDriverMixin:
             Whether to refuse losses, gradients, states and traces that are not finite. Not for use
             inside a transformation, where values are not known.
         pbar : optional
-            A progress bar, as brainstate's loops take it; it counts windows of ``trace_every``
-            steps.
+            A progress bar, as brainstate's loops take it: a ``ProgressBar``, or the number of
+            steps between two updates.
         trace : {'carry', 'fresh'}
             ``'carry'`` goes on from the learner's trace and leaves the one after the last step.
             ``'fresh'`` is for sequences that have nothing to do with those before: it starts and
@@ -222,10 +226,14 @@ class SequenceDriverMixin:
             return out if return_outputs else None
 
         with _unchanged_on_error(self):
-            if self._runs_in_windows() and chunk is None:
+            in_windows = self._runs_in_windows() and chunk is None
+            if in_windows:
                 windows = self._windows(length, 'carry', trace_every, pbar)
-                outputs = self._evolve_windows(call, sequences, windows)
-            else:
+                try:
+                    outputs = self._evolve_windows(call, sequences, windows)
+                except WindowInside:
+                    in_windows = False
+            if not in_windows:
                 inputs = _in_chunks(sequences, chunk)
                 outputs = brainstate.transform.for_loop(lambda s: call(*s), inputs, pbar=pbar)
         return outputs if return_outputs else None
@@ -241,7 +249,6 @@ class SequenceDriverMixin:
         runner = self.graph_executor.runner
         own = {id(state): path for path, state in self.param_states.items()}
         weights = list(states.values())  # keys may be of types that do not sort together
-        places = {own[id(state)]: i for i, state in enumerate(weights) if id(state) in own}
 
         def step(slices: Any, weight: jax.Array) -> Any:
             def recorded(zeros: Zeros) -> Any:
@@ -254,15 +261,16 @@ class SequenceDriverMixin:
             exact = runner.as_signals(cotangents)
             return (outputs, (factors, self.learning_signals(factors, exact, modulator))), grads
 
-        def window(total: Any, entry: Entry | None, index: Any, inputs: Any) -> Any:
-            (outputs, (factors, signals)), grads = stateful_loop(step, inputs)
+        def window(total: Any, entry: Entry | None, index: Any, inputs: Any, show: Any) -> Any:
+            (outputs, (factors, signals)), grads = stateful_loop(step, inputs, show)
             params, _, _ = self.graph_executor.values()
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
             trace = self.engine.window(traced, entry, factors, signals, index, windows.carry)
             total = jax.tree.map(jnp.add, total, grads)
-            for path, gradient in traced.result().items():
-                if path in places:
-                    place = places[path]
+            by_path = traced.result()
+            for place, state in enumerate(weights):
+                if id(state) in own:
+                    gradient = by_path[own[id(state)]]
                     total[place] = jax.tree.map(jnp.add, total[place], gradient)
             return total, trace, outputs
 
@@ -277,8 +285,8 @@ class SequenceDriverMixin:
                 out = call(*slices)
             return (out, recorder.factors), ()
 
-        def window(total: Any, entry: Entry | None, index: Any, inputs: Any) -> Any:
-            (outputs, factors), _ = stateful_loop(step, inputs)
+        def window(total: Any, entry: Entry | None, index: Any, inputs: Any, show: Any) -> Any:
+            (outputs, factors), _ = stateful_loop(step, inputs, show)
             trace = self.engine.window(None, entry, factors, None, index, windows.carry)
             return total, trace, outputs
 
@@ -296,9 +304,14 @@ class SequenceDriverMixin:
             live = jnp.zeros((), bool) if windows.fresh else self.trace_is_live.value
             entry = Entry(self.trace.value, live)
 
+        start, bar = index, windows.bar
+
         def body(carry: Any, inputs: Any) -> Any:
             total, entry, index = carry
-            total, trace, outputs = window(total, entry, index, inputs)
+            done, show = index - start, None
+            if bar is not None:
+                show = lambda i, ys: bar(done + i, carry=None, y=ys[0])  # noqa: E731
+            total, trace, outputs = window(total, entry, index, inputs, show)
             entry = Entry(trace, jnp.ones((), bool)) if windows.carry else None
             return (total, entry, index + _length(inputs)), outputs
 
@@ -309,7 +322,7 @@ class SequenceDriverMixin:
             outputs.append(out)
         elif whole:
             chunks = _in_chunks(jax.tree.map(lambda a: a[:whole], inputs), every)
-            carry, out = brainstate.transform.scan(body, carry, chunks, pbar=windows.pbar)
+            carry, out = brainstate.transform.scan(body, carry, chunks)
             outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out))
         if whole < length:
             carry, out = body(carry, jax.tree.map(lambda a: a[whole:], inputs))
@@ -337,7 +350,8 @@ class SequenceDriverMixin:
         if every < 1:
             raise ValueError(f'trace_every is {every}; it must be at least 1.')
         fresh = trace == 'fresh'
-        return Windows(min(every, length), fresh, not (fresh and every >= length), pbar)
+        bar = _progress_bar(pbar, length)
+        return Windows(min(every, length), fresh, not (fresh and every >= length), bar)
 
     def _call_once(self, step_fn: Callable[..., Any], slices: Any) -> Any:
         before = self.calls
@@ -395,6 +409,19 @@ def _accumulate(
 
     zeros = jax.tree.map(jnp.zeros_like, [state.value for state in states])
     return brainstate.transform.scan(body, zeros, inputs, pbar=pbar)
+
+
+def _progress_bar(pbar: Any, length: int) -> Callable[..., None] | None:
+    if pbar is None:
+        return None
+    if isinstance(pbar, int) and not isinstance(pbar, bool):
+        pbar = brainstate.transform.ProgressBar(freq=pbar)
+    if not isinstance(pbar, brainstate.transform.ProgressBar):
+        raise TypeError(
+            f'pbar is {pbar!r}; expected a brainstate.transform.ProgressBar, or how many steps to '
+            'run between two updates.'
+        )
+    return pbar.init(length)
 
 
 def _length(inputs: PyTree) -> int:

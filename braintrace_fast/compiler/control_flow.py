@@ -110,12 +110,10 @@ def contains_etp_op(eqn: JaxprEqn) -> bool:
 def has_while(eqn: JaxprEqn) -> bool:
     """Whether an equation is, or contains, a while loop, other than under a rule of its own."""
     name = eqn.primitive.name
-    return name == 'while' or (
-        name not in CUSTOM_RULES
-        and any(
-            has_while(e) for sub in jaxprs_in_params(eqn.params) for e in open_jaxpr(sub)[0].eqns
-        )
-    )
+    if not eqn.params or name in CUSTOM_RULES:
+        return False
+    inner = (e for sub in jaxprs_in_params(eqn.params) for e in open_jaxpr(sub)[0].eqns)
+    return name == 'while' or any(map(has_while, inner))
 
 
 def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy) -> ClosedJaxpr:

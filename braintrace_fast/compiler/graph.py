@@ -1,7 +1,8 @@
 """From a model to all that the learners need: groups, relations, transitions, perturbed steps."""
 
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -58,8 +59,8 @@ class ETraceGraph(NamedTuple):
         What was decided, in order.
     transitions : tuple of GroupTransition
         Per group, the functions from which ``D`` and ``f`` are computed.
-    exit_perturb : ExitPerturbation or None
-        The step from which ``c``, ``L`` and ``R`` are read.
+    build_exit_perturb : callable or None
+        Makes :attr:`exit_perturb`, once.
 
     Examples
     --------
@@ -79,7 +80,12 @@ class ETraceGraph(NamedTuple):
     hidden_perturb: HiddenPerturbation | None
     diagnostics: tuple[CompilationRecord, ...] = ()
     transitions: tuple[GroupTransition, ...] = ()
-    exit_perturb: ExitPerturbation | None = None
+    build_exit_perturb: Callable[[], ExitPerturbation] | None = None
+
+    @property
+    def exit_perturb(self) -> ExitPerturbation | None:
+        """The step from which ``c``, ``L`` and ``R`` are read; made when it is first asked for."""
+        return None if self.build_exit_perturb is None else self.build_exit_perturb()
 
     def explain(
         self,
@@ -269,10 +275,12 @@ def compile_etrace_graph(
             raise CompilationError(_no_relations(records))
         transitions = tuple(_transition(flow, group, relations) for group in groups)
         minfo = minfo.add_jaxpr_outs(_hoisted(minfo, groups, relations, transitions))
-        hidden_perturb = exit_perturb = None
+        hidden_perturb = build_exit_perturb = None
         if include_hidden_perturb:
             hidden_perturb = add_hidden_perturbation_from_minfo(minfo)
-            exit_perturb = add_exit_perturbation(minfo, flow, groups, relations)
+            build_exit_perturb = functools.cache(
+                functools.partial(add_exit_perturbation, minfo, flow, groups, relations)
+            )
         return ETraceGraph(
             module_info=minfo,
             hidden_groups=groups,
@@ -281,7 +289,7 @@ def compile_etrace_graph(
             hidden_perturb=hidden_perturb,
             diagnostics=tuple(records),
             transitions=transitions,
-            exit_perturb=exit_perturb,
+            build_exit_perturb=build_exit_perturb,
         )
 
 

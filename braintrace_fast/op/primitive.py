@@ -238,8 +238,9 @@ def _install_jax_rules(primitive: ETPPrimitive) -> None:
     def impl(*args: Any, **params: Any) -> Any:
         return jitted(**params)(*args)
 
+    @functools.lru_cache(maxsize=1024)  # a model calls an op with few shapes, but often
     def abstract_eval(*avals: Any, **params: Any) -> Any:
-        # unlike eval_shape, the cached trace is cheap and keeps what shard_map knows of the arrays
+        # unlike eval_shape, the trace keeps what shard_map knows of the arrays
         out_avals = jitted(**params).trace(*avals).jaxpr.out_avals
         if len(out_avals) != 1:
             raise TypeError(

@@ -49,8 +49,15 @@ LINEAR = frozenset('neg transpose reshape reduce_sum squeeze copy broadcast_in_d
 OPAQUE = ControlFlowPolicy(cond='opaque', scan_unroll_limit=0)
 
 
+Progress = Callable[[jax.Array, PyTree], None]
+"""Called in order with the number of a step and its ``ys``."""
+
+
 def loop(
-    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]], carry: PyTree, xs: PyTree
+    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]],
+    carry: PyTree,
+    xs: PyTree,
+    progress: Progress | None = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Run a body over the leading axis of ``xs``.
 
@@ -62,6 +69,9 @@ def loop(
         The values to start with.
     xs : PyTree
         Arrays with a common leading axis.
+    progress : callable, optional
+        Called in every step of the scan with its number and its ``ys``, which are then computed in
+        order.
 
     Returns
     -------
@@ -82,7 +92,11 @@ def loop(
     closed, shapes = jax.make_jaxpr(body, return_shape=True)(carry, step)
     flat_carry, carry_tree = jax.tree.flatten(carry)
     sizes = [len(jax.tree.leaves(part)) for part in shapes]
-    parts = _Parts(flatten(closed, OPAQUE), *sizes)
+    show = None
+    if progress is not None:
+        tree = jax.tree.structure(shapes[1])
+        show = lambda i, ys: progress(i, jax.tree.unflatten(tree, ys))  # noqa: E731
+    parts = _Parts(flatten(closed, OPAQUE), sizes, show)
     last, ys, sums = parts.run(flat_carry, jax.tree.leaves(xs))
     return (
         jax.tree.unflatten(carry_tree, last),
@@ -92,7 +106,9 @@ def loop(
 
 
 def stateful_loop(
-    step: Callable[..., tuple[PyTree, PyTree]], xs: Sequence[PyTree]
+    step: Callable[..., tuple[PyTree, PyTree]],
+    xs: Sequence[PyTree],
+    progress: Progress | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Run a function of brainstate states over the leading axis of its arguments.
 
@@ -102,6 +118,8 @@ def stateful_loop(
         ``(*slices) -> (ys, terms)``; it may read and write states.
     xs : sequence of PyTree
         The arguments, with a common leading axis.
+    progress : callable, optional
+        As in :func:`loop`.
 
     Returns
     -------
@@ -118,7 +136,7 @@ def stateful_loop(
         values, (ys, terms) = function.jaxpr_call(values, *x)
         return values, ys, terms
 
-    last, ys, sums = loop(body, [state.value for state in touched.states], tuple(xs))
+    last, ys, sums = loop(body, [state.value for state in touched.states], tuple(xs), progress)
     for state, value, written in zip(touched.states, last, touched.been_writen, strict=True):
         if written:
             state.value = value
@@ -128,7 +146,14 @@ def stateful_loop(
 class _Parts:
     """The three parts of a flat body."""
 
-    def __init__(self, closed: ClosedJaxpr, num_carry: int, num_ys: int, num_terms: int) -> None:
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        sizes: Sequence[int],
+        show: Callable[[jax.Array, list[jax.Array]], None] | None,
+    ) -> None:
+        self.show = show
+        num_carry, num_ys, _ = sizes
         jaxpr, self.constants = open_jaxpr(closed)
         self.constvars = list(jaxpr.constvars)
         self.old, self.xs = jaxpr.invars[:num_carry], jaxpr.invars[num_carry:]
@@ -152,7 +177,9 @@ class _Parts:
             else:
                 varying.append(eqn)
 
-        self.in_order = _needed_for(varying, [self.new[i] for i in self.moving], set(), True)
+        self.shown = [] if show is None else self.ys
+        results = [*(self.new[i] for i in self.moving), *self.shown]
+        self.in_order = _needed_for(varying, results, set(), True)
         produced = {
             v for eqn in self.in_order if eqn.primitive.name not in CHEAP for v in eqn.outvars
         }
@@ -175,18 +202,23 @@ class _Parts:
         fixed = _evaluate(self.first, self.given, fixed_vars, [values[v] for v in self.given])
         moving_vars = [self.old[i] for i in self.moving]
 
-        def in_order(moving: Any, x: Any) -> Any:
-            outs = [*(self.new[i] for i in self.moving), *self.kept]
+        def in_order(carry: Any, x: Any) -> Any:
+            step, moving = carry
+            outs = [*(self.new[i] for i in self.moving), *self.kept, *self.shown]
             inputs = [*fixed_vars, *moving_vars, *self.xs]
             found = _evaluate(self.in_order, inputs, outs, [*fixed, *moving, *x])
-            return found[: len(moving)], found[len(moving) :]
+            end = len(moving) + len(self.kept)
+            if self.show is not None:
+                self.show(step, found[end:])
+            return (step + 1, found[: len(moving)]), found[len(moving) : end]
 
         def at_once(kept: Any, x: Any) -> Any:
             inputs = [*fixed_vars, *self.kept, *self.xs]
             outs = [*self.ys, *self.wanted]
             return _evaluate(self.at_once, inputs, outs, [*fixed, *kept, *x])
 
-        last, kept = lax.scan(in_order, [carry[i] for i in self.moving], list(xs))
+        start = (jnp.zeros((), jnp.int32), [carry[i] for i in self.moving])
+        (_, last), kept = lax.scan(in_order, start, list(xs))
         found = jax.vmap(at_once, axis_size=length)(kept, list(xs))
         ends = list(carry)
         for i, value in zip(self.moving, last, strict=True):

@@ -32,27 +32,31 @@ def in_windows(learned, **options):
     return learned.learner.etrace_grad(learned.xs, step_fn=step, reduction='sum', **options)
 
 
-@every_algorithm
-@every_model
-def test_windows_give_the_gradient_of_the_recurrence(case, algorithm, x64):
-    """Six steps in windows of four and two."""
-    skip_if_positions_mix(case)
-    learned = learning(case, algorithm)
-    begin(learned)
-    check(in_windows(learned, trace_every=4), recurrence_of(case, algorithm), rtol=1e-10)
-
-
 def some_models(*names):
     return pytest.mark.parametrize('case', [MODELS[n] for n in names], ids=names)
 
 
-SOME = ('lstm', 'lif_expon', 'gif_synapse', 'learned_leak', 'old_spike_output')
-SOME = tuple(name for name in SOME if name in MODELS)
+@every_model
+def test_windows_give_the_gradient_of_the_recurrence(case, x64):
+    skip_if_positions_mix(case)
+    learned = learning(case, 'd_rtrl')
+    begin(learned)
+    check(in_windows(learned, trace_every=3), recurrence_of(case, 'd_rtrl'), rtol=1e-10)
+
+
+@some_models('vanilla', 'lstm', 'lif_expon', 'gif_expon', 'units', 'shared_weight', 'checkpoint')
+def test_windows_of_pp_prop_give_the_gradient_of_its_recurrence(case, x64):
+    learned = learning(case, 'pp_prop')
+    begin(learned)
+    check(in_windows(learned, trace_every=3), recurrence_of(case, 'pp_prop'), rtol=1e-10)
+
+
+SOME = ('lstm', 'lif_expon', 'learned_leak', 'output_reads_y')
 
 
 @every_algorithm
 @some_models(*SOME)
-@pytest.mark.parametrize('every', [1, 3, STEPS])
+@pytest.mark.parametrize('every', [1, 4])
 def test_a_window_leaves_the_trace_that_steps_leave(case, algorithm, every, x64):
     learned = learning(case, algorithm)
     begin(learned)
