@@ -107,6 +107,11 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         super().compile_graph(*args)
         self.modulator = self.modulator  # its shape can be checked now
 
+    @property
+    def own_states(self) -> list[brainstate.State]:
+        """The states that belong to the learner and not to the model."""
+        return [*super().own_states, self._modulator]
+
     def modulator_of(self, given: Any) -> jax.Array | None:
         """The modulator of a call: what was given, or else what stands."""
         modulator = self.modulator if given is None else given

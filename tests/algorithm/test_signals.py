@@ -265,6 +265,28 @@ def test_a_mapped_learner_takes_a_modulator():
     check(stands, given, rtol=1e-6)
 
 
+def test_a_step_may_set_the_modulator():
+    learner, x = leaky(modulator=0.0)
+    xs, rewards = jnp.stack([x, -x, 2 * x]), jnp.array([1.0, -2.0, 0.5])
+    start = [(state, state.value) for state in learner.hidden_states.values()]
+
+    def given(x, reward):
+        return learner(x, modulator=reward).sum()
+
+    def setting(x, reward):
+        learner.modulator = reward
+        return learner(x).sum()
+
+    true = learner.etrace_grad(xs, rewards, step_fn=given, trace='fresh')
+    for every in (None, 2):
+        for state, value in start:
+            state.value = value
+        learner.modulator = 0.0
+        options = dict(trace='fresh', trace_every=every)
+        check(learner.etrace_grad(xs, rewards, step_fn=setting, **options), true, rtol=1e-6)
+        assert float(learner.modulator) == 0.5
+
+
 def test_a_missing_modulator_is_asked_for_where_it_is_needed():
     learner, x = leaky()
     learner(x)
