@@ -5,7 +5,7 @@ from typing import Any
 
 import brainstate
 
-from .algorithm import D_RTRL, ETraceVjpAlgorithm, pp_prop
+from .algorithm import D_RTRL, EProp, ETraceVjpAlgorithm, ThreeFactor, pp_prop
 
 __all__ = ['ETraceVmap', 'compile']
 
@@ -14,6 +14,9 @@ ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
     'pp_prop': pp_prop,
     'es_d_rtrl': pp_prop,
     'esd_rtrl': pp_prop,
+    'eprop': EProp,
+    'e_prop': EProp,
+    'three_factor': ThreeFactor,
 }
 
 
@@ -36,7 +39,8 @@ def compile(
     model : brainstate.nn.Module
         A model whose ``update`` is one time step.
     algorithm : str or type
-        The learning rule: ``'d_rtrl'``, ``'pp_prop'`` (also ``'es_d_rtrl'``), or a class.
+        The learning rule: ``'d_rtrl'``, ``'pp_prop'`` (also ``'es_d_rtrl'``), ``'eprop'``,
+        ``'three_factor'``, or a class.
     *example_inputs
         Inputs of one step, or windows, as the learner will be called with.
     batch_size : int, optional
@@ -133,9 +137,18 @@ class ETraceVmap(brainstate.nn.Module):
         super().__init__()
         self.module = module
 
-    def update(self, *args: Any) -> Any:
+    def update(self, *args: Any, **options: Any) -> Any:
         """Run one step, or a window, for the whole batch."""
-        return self.module(*args)
+        return self.module(*args, **options)
+
+    @property
+    def modulator(self) -> Any:
+        """The standing modulator of the learner."""
+        return self.module.modulator  # type: ignore[attr-defined]
+
+    @modulator.setter
+    def modulator(self, value: Any) -> None:
+        self.module.modulator = value  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         if name == 'module':  # not set yet: copying and unpickling ask before they set it

@@ -17,6 +17,7 @@ NAMES = [
     'D_RTRL',
     'DiagnosticKind',
     'DiagnosticLevel',
+    'EProp',
     'ES_D_RTRL',
     'ETPPrimitive',
     'ETraceAlgorithm',
@@ -26,16 +27,19 @@ NAMES = [
     'ETraceVjpGraphExecutor',
     'ETraceVmap',
     'EligibilityTrace',
+    'FixedRandomFeedback',
     'HiddenGroup',
     'HiddenParamOpRelation',
     'HiddenPerturbation',
     'IODimVjpAlgorithm',
+    'KappaFilter',
     'ModuleInfo',
     'MultiStepData',
     'NotSupportedError',
     'ParamDimVjpAlgorithm',
     'SequenceDriverMixin',
     'SingleStepData',
+    'ThreeFactor',
     'add_hidden_perturbation_from_minfo',
     'add_hidden_perturbation_in_module',
     'compile',
@@ -89,7 +93,9 @@ def test_a_name_is_there_with_the_arguments_of_the_reference(name):
             )
 
 
-@pytest.mark.parametrize('name', ['D_RTRL', 'pp_prop', 'compile', 'etrace_grad'])
+@pytest.mark.parametrize(
+    'name', ['D_RTRL', 'pp_prop', 'EProp', 'ThreeFactor', 'compile', 'etrace_grad']
+)
 def test_arguments_of_learners_are_in_the_order_of_the_reference(name):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')

@@ -1,17 +1,24 @@
 """Learning rules: small configurations of the runtime."""
 
 from .base import EligibilityTrace, ETraceAlgorithm, ETraceVjpAlgorithm
+from .eprop import EProp
 from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm, pp_prop
 from .sequence import SequenceDriverMixin
+from .signals import FixedRandomFeedback, KappaFilter
+from .three_factor import ThreeFactor
 
 __all__ = [
     'D_RTRL',
+    'EProp',
     'ES_D_RTRL',
     'ETraceAlgorithm',
     'ETraceVjpAlgorithm',
     'EligibilityTrace',
+    'FixedRandomFeedback',
     'IODimVjpAlgorithm',
+    'KappaFilter',
     'ParamDimVjpAlgorithm',
     'SequenceDriverMixin',
+    'ThreeFactor',
     'pp_prop',
 ]

@@ -1,5 +1,7 @@
 """What every learning rule shares: a compiled model, a trace, and a step with a backward pass."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import brainstate
@@ -9,9 +11,10 @@ from jax import lax
 
 from .._typing import Path
 from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph
+from ..compiler.transition import Plane
 from ..errors import NotSupportedError
 from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
-from ..runtime.factors import Entry, Values
+from ..runtime.factors import Entry, Factors, Signals, Values
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window
 from .sequence import Recorder, SequenceDriverMixin, WindowInside
@@ -185,6 +188,20 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """The engine of this learning rule."""
         raise NotImplementedError('A learning rule must say which engine carries its trace.')
 
+    def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
+        """The signals of a step that the rule learns from; those of the loss by default."""
+        return signals
+
+    def entry_signals(self, planes: Sequence[Sequence[Plane]]) -> Sequence[Sequence[Plane]]:
+        """The same at the start of a window that is differentiated in full."""
+        return planes
+
+    def modulator_of(self, given: Any) -> Any:
+        """The modulator of a call; only rules that learn from one take it."""
+        if given is not None:
+            raise TypeError(f'{type(self).__name__} takes no modulator; use ThreeFactor.')
+        return None
+
     def compile_graph(self, *args: Any) -> None:
         """Compile the model for inputs like these, and make a zero trace.
 
@@ -248,6 +265,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         -------
         dict
             By relation and group, the trace per state plane (None for planes that are not kept);
+            the filtered planes of a filter follow;
             for ``pp_prop`` a pair of dictionaries: the input sides by relation, and the output
             sides.
 
@@ -273,13 +291,15 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         trace = jax.tree.map(lambda a: jnp.where(live, a, jnp.zeros_like(a)), self.trace.value)
         return self.engine.trace_of(trace, found)
 
-    def update(self, *args: Any) -> Any:
+    def update(self, *args: Any, modulator: Any = None) -> Any:
         """Run one step, or a window, of the model and of the trace.
 
         Parameters
         ----------
         *args
             The inputs of the step, or windows in :class:`MultiStepData`.
+        modulator : number or array, optional
+            The learning signal of this step, for rules that take one from the user.
 
         Returns
         -------
@@ -288,11 +308,14 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """
         self._check_compiled()
         self.calls += 1
+        modulator = self.modulator_of(modulator)
         if self.recorder is not None:
+            self.recorder.modulator = modulator
             return self._recorded_step(self.recorder, args)
         executor = self.graph_executor
         params, hidden, others = executor.values()
-        run, num_steps = self._single_step, 1
+        run: Callable[..., Any] = partial(self._single_step, modulator)
+        num_steps = 1
         if has_multi_step_data(args):
             run, num_steps = self._window, _window_length(args)
         else:
@@ -356,24 +379,38 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         @jax.custom_vjp
         def step(
-            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
+            modulator: Any,
+            args: Any,
+            params: Values,
+            hidden: Values,
+            others: Values,
+            entry: Entry,
+            t: Any,
         ) -> Any:
             out, hidden, others, factors = runner.run(args, params, hidden, others)
             return out, hidden, others, engine.advance(entry, factors, params, t)
 
         def forward(
-            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
+            modulator: Any,
+            args: Any,
+            params: Values,
+            hidden: Values,
+            others: Values,
+            entry: Entry,
+            t: Any,
         ) -> Any:
             results, vjp, factors = runner.run_with_vjp(args, params, hidden, others)
             new_trace = engine.advance(entry, factors, params, t)
-            return (*results, new_trace), (vjp, factors, params, entry, t)
+            return (*results, new_trace), (modulator, vjp, factors, params, entry, t)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            vjp, factors, params, entry, t = residuals
-            ct_args, ct_params, signals = runner.signals(vjp, cotangents[:3])
+            modulator, vjp, factors, params, entry, t = residuals
+            ct_args, ct_params, exact = runner.signals(vjp, cotangents[:3])
+            signals = self.learning_signals(factors, exact, modulator)
             total = GradientSum(graph, params, ct_params)
+            total.exchange(factors, exact.c, signals.c)
             engine.gradients(total, entry, factors, signals, params, t)
-            return ct_args, total.result(), None, None, None, None
+            return None, ct_args, total.result(), None, None, None, None
 
         step.defvjp(forward, backward)
         return step(*inputs)
@@ -422,7 +459,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             vjp, params, entry, t = residuals
             ct_args, ct_params, ct_hidden = vjp(cotangents[:3])
             total = GradientSum(graph, params, ct_params)
-            engine.entry_gradients(total, entry, runner.entry_planes(ct_hidden), t - 1)
+            planes = self.entry_signals(runner.entry_planes(ct_hidden))
+            engine.entry_gradients(total, entry, planes, t - 1)
             return ct_args, total.result(), None, None, None, None
 
         window.defvjp(forward, backward)

@@ -7,7 +7,7 @@ import brainstate
 from ..compiler import ControlFlowPolicy, ETraceGraph
 from ..runtime.factorized import FactorizedEngine
 from ..runtime.materialized import MaterializedEngine
-from .base import ETraceVjpAlgorithm
+from .base import Engine, ETraceVjpAlgorithm
 
 __all__ = ['D_RTRL', 'ES_D_RTRL', 'IODimVjpAlgorithm', 'ParamDimVjpAlgorithm', 'pp_prop']
 
@@ -65,7 +65,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         self.trace_dtype = trace_dtype
         self.chunked_trace = chunked_trace
 
-    def make_engine(self, graph: ETraceGraph) -> MaterializedEngine:
+    def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the whole trace."""
         windows = self.vjp_method == 'multi-step'
         return MaterializedEngine(graph, self.trace_dtype, windows)

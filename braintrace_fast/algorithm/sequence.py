@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import PyTree
-from ..runtime.factors import Entry, Factors, Zeros
+from ..runtime.factors import Entry, Factors, Signals, Zeros
 from ..runtime.fission import stateful_loop
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import MultiStepData, SingleStepData
@@ -26,6 +26,7 @@ class Recorder:
     def __init__(self, zeros: Zeros | None = None) -> None:
         self.zeros = zeros
         self.factors: Factors | None = None
+        self.modulator: Any = None
 
 
 class WindowInside(Exception):
@@ -67,6 +68,7 @@ class SequenceDriverMixin:
     running_index: Any
     recorder: Recorder | None
     forget: Callable[[], None]
+    learning_signals: Callable[..., Signals]
     _runs_in_windows: Callable[[], bool]
 
     def etrace_grad(
@@ -252,11 +254,12 @@ class SequenceDriverMixin:
             def recorded(zeros: Zeros) -> Any:
                 with self._recording(Recorder(zeros)) as recorder:
                     value, outputs = objective(slices, weight)
-                return value, (outputs, recorder.factors)
+                return value, (outputs, recorder.factors, recorder.modulator)
 
             gradient = brainstate.transform.grad(recorded, weights, argnums=0, has_aux=True)
-            (grads, cotangents), (outputs, factors) = gradient(runner.zeros())
-            return (outputs, (factors, runner.as_signals(cotangents))), grads
+            (grads, cotangents), (outputs, factors, modulator) = gradient(runner.zeros())
+            exact = runner.as_signals(cotangents)
+            return (outputs, (factors, self.learning_signals(factors, exact, modulator))), grads
 
         def window(total: Any, entry: Entry | None, index: Any, inputs: Any, show: Any) -> Any:
             (outputs, (factors, signals)), grads = stateful_loop(step, inputs, show)

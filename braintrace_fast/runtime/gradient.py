@@ -1,6 +1,6 @@
 """Gradients by parameter, from gradients in the coordinates of the ops."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +66,15 @@ class GradientSum:
             pulled = way.pull_back(leaves, grads[key], read)
             for place in way.traced:
                 self._add_leaf(way.paths[place], way.leaf_indices[place], pulled[place])
+
+    def exchange(
+        self, factors: Factors, exact: Sequence[jax.Array], replaced: Sequence[jax.Array]
+    ) -> None:
+        """Where reverse mode has counted exact cotangents of ops' outputs, count others instead."""
+        for index, relation in enumerate(self._relations):
+            if not relation.is_static and replaced[index] is not exact[index]:
+                change = replaced[index] - exact[index]
+                self.add_product(index, factors.x[index], change, factors.varying[index])
 
     def add_past(self, index: int, grads: Mapping[str, jax.Array]) -> None:
         """Add contracted traces: op coordinates if the weights are static, else parameters'."""

@@ -38,9 +38,17 @@ class MaterializedEngine:
         The type in which traces are stored; that of the factors by default.
     windows : bool
         Whether the gradient of windows is asked for: it reads every plane at the window's entry.
+    filtered : bool
+        Whether every group has its planes a second time, filtered.
     """
 
-    def __init__(self, graph: ETraceGraph, trace_dtype: Any = None, windows: bool = False) -> None:
+    def __init__(
+        self,
+        graph: ETraceGraph,
+        trace_dtype: Any = None,
+        windows: bool = False,
+        filtered: bool = False,
+    ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
         self.relations = list(graph.hidden_param_op_relations)
@@ -48,6 +56,14 @@ class MaterializedEngine:
             [kept_planes(graph, group.index, f, windows) for group, f in _reached(relation)]
             for relation in self.relations
         ]
+        if filtered:
+            self.kept = [
+                [
+                    planes + kept_planes(graph, group.index, f, windows=True)
+                    for planes, (group, f) in zip(kept, _reached(relation), strict=True)
+                ]
+                for kept, relation in zip(self.kept, self.relations, strict=True)
+            ]
         for relation, kept in zip(self.relations, self.kept, strict=True):
             if relation.primitive.trace_rules is None:  # it may be learned in fresh windows
                 kept[:] = [[False] * len(planes) for planes in kept]

@@ -203,7 +203,16 @@ MODELS = {
     'lif_expon': partial(Spiking, synapse=True),
     'alif_expon': partial(Spiking, synapse=True, neurons=alif),
 }
+KAPPA = 0.7
 RULES = {'d_rtrl': ('D_RTRL', {}), 'pp_prop': ('pp_prop', {'decay_or_rank': (0.8, 0.9)})}
+SIGNAL_RULES = {
+    'filter': ('EProp', {'kappa_filter_decay': KAPPA}),
+    'feedback': (
+        'EProp',
+        {'feedback': 'random', 'random_feedback_key': jax.random.PRNGKey(3)},
+    ),
+    'modulator': ('ThreeFactor', {}),
+}
 
 
 def build(lib: ModuleType, name: str, steps: int = STEPS) -> tuple[brainstate.nn.Module, Any]:
@@ -220,7 +229,7 @@ def build(lib: ModuleType, name: str, steps: int = STEPS) -> tuple[brainstate.nn
 
 def learner_of(lib: ModuleType, name: str, rule: str, steps: int = STEPS, **options: Any) -> Any:
     model, xs = build(lib, name, steps)
-    cls, defaults = RULES[rule]
+    cls, defaults = (RULES | SIGNAL_RULES)[rule]
     with warnings.catch_warnings():  # the reference warns of weights that it leaves out
         warnings.simplefilter('ignore', UserWarning)
         learner = getattr(lib, cls)(model, **(defaults | options))
@@ -300,6 +309,71 @@ def test_same_gradient_of_windows(reference, name):
 
 
 # The rows of the table of differences
+
+
+@pytest.mark.parametrize(
+    ('rule', 'name', 'weights'),
+    [
+        ('filter', 'vanilla', ('W',)),
+        ('filter', 'lif', ('comm',)),
+        ('feedback', 'vanilla', ('W',)),
+        ('feedback', 'lif', ('comm',)),
+    ],
+)
+def test_same_gradient_of_eprop_step_by_step(reference, rule, name, weights):
+    ours, theirs = (eprop_gradients(lib, name, rule) for lib in (btf, reference))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other, weights)
+
+
+def eprop_gradients(lib: ModuleType, name: str, rule: str, evolved: int = 0) -> list[Any]:
+    """Per step, after some that are evolved only."""
+    learner, xs = learner_of(lib, name, rule)
+    if evolved:
+        learner.etrace_evolve(xs[:evolved])
+    step = brainstate.transform.jit(
+        lambda x: brainstate.transform.grad(
+            lambda: random_projection(learner(x)), learner.param_states
+        )()
+    )
+    return [step(x) for x in xs[evolved:]]
+
+
+def test_random_feedback_draws_the_matrices_of_the_reference(reference):
+    """Also where the order of the groups differs."""
+    ours, theirs = (learner_of(lib, 'used_backwards', 'feedback')[0] for lib in (btf, reference))
+    for group in ours.graph.hidden_groups:
+        other = next(
+            g for g in theirs.graph.hidden_groups if set(g.hidden_paths) == set(group.hidden_paths)
+        )
+        mine = ours.random_feedback.feedback[group.index].B
+        np.testing.assert_array_equal(mine, theirs._random_feedback[other.index].B)
+
+
+@pytest.mark.parametrize(
+    ('name', 'weights'),
+    [('vanilla', ('W',)), ('lstm', ('Wi', 'Wf', 'Wg', 'Wo')), ('lif_expon', ('comm',))],
+)
+def test_same_gradient_of_three_factors(reference, name, weights):
+    """The modulator takes the place of the signal that the reference counts twice."""
+    rewards = jnp.asarray([0.5, -1.0, 2.0, 0.0, 1.5, -0.3])
+
+    def gradient(lib):
+        learner, xs = learner_of(lib, name, 'modulator')
+        return learner.etrace_grad(
+            xs, rewards, step_fn=lambda x, m: random_projection(learner(x, modulator=m))
+        )
+
+    assert_same(gradient(btf), gradient(reference), weights)
+
+
+@pytest.mark.parametrize(('kappa', 'error'), [(1.0, ValueError), (1.5, ValueError)])
+def test_same_errors_of_arguments(reference, kappa, error):
+    for lib in (btf, reference):
+        with pytest.raises(error):
+            lib.EProp(build(lib, 'vanilla')[0], kappa_filter_decay=kappa)
+        with pytest.raises(error):
+            lib.KappaFilter(jnp.zeros(2), kappa)
 
 
 def step_gradients(reference: ModuleType, name: str) -> tuple[Any, Any, Any]:
@@ -425,6 +499,48 @@ def test_bias_correction_of_windows_counts_steps(reference):
     # After three steps, but one call: the reference corrects for two.
     deviation = (1 - decay[1] ** 3) / (1 - decay[1] ** 2)
     assert ratio(theirs - without_trace, ours - without_trace) == pytest.approx(deviation)
+
+
+def test_the_filter_of_eprop_advances_without_a_gradient(reference):
+    """The loss is linear in the states: with ``g_r`` of D-RTRL, ``sum_r kappa^(t-r) g_r``."""
+    evolved = 3
+    sums = [0.0, *(flat(truth('vanilla', steps)) for steps in range(1, STEPS + 1))]
+    g = [after - before for before, after in zip(sums, sums[1:], strict=False)]
+
+    def filtered(since):
+        return sum(
+            KAPPA ** (t - r) * g[r] for t in range(evolved, STEPS) for r in range(since, t + 1)
+        )
+
+    ours, theirs = (
+        sum(map(flat, eprop_gradients(lib, 'vanilla', 'filter', evolved)))
+        for lib in (btf, reference)
+    )
+    np.testing.assert_allclose(ours, filtered(0), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(theirs, filtered(evolved), rtol=1e-5, atol=1e-7)
+    assert np.linalg.norm(ours - theirs) > 0.1 * np.linalg.norm(ours)
+
+
+def test_a_standing_modulator_that_is_set_anew_counts_under_jit(reference):
+    def gradients(lib):
+        learner, xs = learner_of(lib, 'vanilla', 'modulator', modulator=1.0)
+        start = [(state, state.value) for state in learner.states().values()]
+
+        @brainstate.transform.jit
+        def step():
+            loss = lambda: random_projection(learner(xs[0]))  # noqa: E731
+            return brainstate.transform.grad(loss, learner.param_states)()
+
+        first = flat(step())
+        for state, value in start:
+            state.value = value
+        learner.modulator = -2.0
+        return first, flat(step())
+
+    ours, theirs = gradients(btf), gradients(reference)
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
+    np.testing.assert_allclose(ours[1], -2 * ours[0], rtol=1e-6)
+    np.testing.assert_allclose(theirs[1], theirs[0], rtol=1e-6)
 
 
 def flat(tree: Any) -> np.ndarray:

@@ -1,0 +1,129 @@
+"""The trace together with a low-pass filter of it.
+
+    ebar_t[s] = kappa ebar_{t-1}[s] + e_t[s]
+    g_t       = c_t (x) x_t + L_t[s] D_t[s,q] e_{t-1}[q] + (kappa L_t[q] + R_t[q]) ebar_{t-1}[q]
+
+The filtered planes are states like any others: with them, a group has ``2 S`` planes, of which the
+loss reads the second half. So every kernel of the trace, and every window, serves the filter too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..compiler import ETraceGraph
+from ..compiler.transition import Plane
+from .factors import Entry, Factors, Signals, Values
+from .gradient import GradientSum
+from .materialized import MaterializedEngine, Trace
+
+__all__ = ['FilteredEngine']
+
+
+class FilteredEngine:
+    """Carries the whole trace and its filter.
+
+    Parameters
+    ----------
+    graph : ETraceGraph
+        The compiled model.
+    kappa : float
+        How much of the filtered trace is kept from step to step.
+    trace_dtype : dtype, optional
+        The type in which traces are stored; that of the factors by default.
+    """
+
+    def __init__(self, graph: ETraceGraph, kappa: float, trace_dtype: Any = None) -> None:
+        self.graph = graph
+        self.kappa = kappa
+        self.engine = MaterializedEngine(graph, trace_dtype, filtered=True)
+
+    def init(self, factors: Factors) -> Trace:
+        """A zero trace, from factors or their shapes."""
+        return self.engine.init(factors)
+
+    def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
+        """The traces after a step."""
+        return self.engine.advance(entry, self._with_filter(factors), params, step)
+
+    def gradients(
+        self,
+        total: GradientSum,
+        entry: Entry,
+        factors: Factors,
+        signals: Signals,
+        params: Values,
+        step: jax.Array,
+    ) -> None:
+        """Add the gradient of a step, given the traces before it."""
+        factors, signals = self._with_filter(factors), _read_filtered(signals)
+        self.engine.gradients(total, entry, factors, signals, params, step)
+
+    def entry_gradients(
+        self,
+        total: GradientSum,
+        entry: Entry,
+        signals: Sequence[Sequence[Plane]],
+        step: jax.Array,
+    ) -> None:
+        """Add ``signals[g][q] . ebar[q]``."""
+        self.engine.entry_gradients(total, entry, second_half(signals), step)
+
+    def window(
+        self,
+        total: GradientSum | None,
+        entry: Entry | None,
+        factors: Factors,
+        signals: Signals | None,
+        step: jax.Array,
+        carry: bool,
+    ) -> Trace | None:
+        """Add the gradient of K steps at once, and carry the traces past them.
+
+        As :meth:`MaterializedEngine.window`.
+        """
+        factors = self._with_filter(factors)
+        signals = None if signals is None else _read_filtered(signals)
+        return self.engine.window(total, entry, factors, signals, step, carry)
+
+    def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
+        """The traces of some relations, by relation and group; filtered planes come second."""
+        return self.engine.trace_of(trace, relations)
+
+    def _with_filter(self, factors: Factors) -> Factors:
+        """``D = [[D, 0], [D, kappa]]`` and ``f = [f, f]``."""
+        return factors._replace(
+            D=tuple(self._widened(factors, group) for group in range(len(factors.D))),
+            f=tuple(tuple((*f, *f) for f in groups) for groups in factors.f),
+        )
+
+    def _widened(self, factors: Factors, group: int) -> tuple[tuple[Plane, ...], ...]:
+        D = factors.D[group]
+        reaching = [
+            f
+            for relation, own in zip(self.engine.relations, factors.f, strict=True)
+            for reached, f in zip(relation.hidden_groups, own, strict=True)
+            if reached.index == group
+        ]
+        like = next((p for planes in (*D, *reaching) for p in planes if p is not None), None)
+        return with_filter(D, None if like is None else jnp.full_like(like, self.kappa))
+
+
+def with_filter(D: Sequence[Sequence[Plane]], keep: Plane) -> tuple[tuple[Plane, ...], ...]:
+    """``[[D, 0], [D, keep]]``."""
+    places = range(len(D))
+    return (
+        *((*row, *(None for _ in places)) for row in D),
+        *((*row, *(keep if q == s else None for q in places)) for s, row in enumerate(D)),
+    )
+
+
+def _read_filtered(signals: Signals) -> Signals:
+    return signals._replace(L=second_half(signals.L), R=second_half(signals.R))
+
+
+def second_half(planes: Sequence[Sequence[Plane]]) -> tuple[tuple[Plane, ...], ...]:
+    """Per group, no signal for the trace, and these for its filter."""
+    return tuple((*(None for _ in own), *own) for own in planes)
