@@ -14,6 +14,7 @@ from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
 from ..runtime.factors import Entry, Values
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window
+from ..runtime.planner import Plan, default_budget, parse_bytes, show_bytes
 from .sequence import Recorder, SequenceDriverMixin
 
 __all__ = ['ETraceAlgorithm', 'ETraceVjpAlgorithm', 'EligibilityTrace', 'Engine']
@@ -165,6 +166,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
+    memory_budget : int or str, optional
+        The bytes that the windows of :meth:`etrace_grad` and :meth:`etrace_evolve` may take, such
+        as ``'256MB'``; by default a quarter of what is free on the device when the learner is made.
     """
 
     def __init__(
@@ -174,9 +178,13 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         vjp_method: str = 'single-step',
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
+        memory_budget: int | str | None = None,
     ) -> None:
         executor = ETraceVjpGraphExecutor(model, vjp_method, control_flow, backend)
         super().__init__(model, executor, name)
+        self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
+        self.resolved_budget = self.memory_budget or default_budget()
+        self.plan: Plan | None = None
         self.vjp_method = vjp_method
         self.calls = 0
         self.recorder: Recorder | None = None
@@ -211,6 +219,15 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         *_, factors = jax.eval_shape(lambda: runner.run(single_step(args), *values))
         self.trace = EligibilityTrace(self.engine.init(factors))
         self.trace_is_live = brainstate.ShortTermState(jnp.zeros((), bool))
+
+    @property
+    def report(self) -> CompilationReport:
+        """What was compiled, and why, and how the last sequences were cut into windows."""
+        if self.plan is None:
+            lines = [f'none yet; a window may take {show_bytes(self.resolved_budget)}']
+        else:
+            lines = self.plan.lines()
+        return CompilationReport(self.graph, {'Windows': lines} if self._runs_in_windows() else {})
 
     @property
     def own_states(self) -> list[brainstate.State]:

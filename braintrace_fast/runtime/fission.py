@@ -33,7 +33,7 @@ from .._compat import (
 from .._typing import PyTree
 from ..compiler.control_flow import ControlFlowPolicy, flatten
 
-__all__ = ['loop', 'stateful_loop']
+__all__ = ['StatefulLoop', 'loop']
 
 CHEAP = frozenset(
     """
@@ -78,51 +78,87 @@ def loop(
     """
     carry = jax.tree.map(_as_array, carry)
     xs = jax.tree.map(_as_array, xs)
-    step = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
-    closed, shapes = jax.make_jaxpr(body, return_shape=True)(carry, step)
-    flat_carry, carry_tree = jax.tree.flatten(carry)
-    sizes = [len(jax.tree.leaves(part)) for part in shapes]
-    parts = _Parts(flatten(closed, OPAQUE), *sizes)
-    last, ys, sums = parts.run(flat_carry, jax.tree.leaves(xs))
-    return (
-        jax.tree.unflatten(carry_tree, last),
-        jax.tree.unflatten(jax.tree.structure(shapes[1]), ys),
-        jax.tree.unflatten(jax.tree.structure(shapes[2]), sums),
-    )
+    return _Loop(body, carry, _slices(xs)).run(carry, xs)
 
 
-def stateful_loop(
-    step: Callable[..., tuple[PyTree, PyTree]], xs: Sequence[PyTree]
-) -> tuple[PyTree, PyTree]:
-    """Run a function of brainstate states over the leading axis of its arguments.
+class _Loop:
+    """A body that is traced once, to be run over sequences of any length."""
+
+    def __init__(self, body: Callable[[PyTree, PyTree], Any], carry: PyTree, step: PyTree) -> None:
+        closed, self.shapes = jax.make_jaxpr(body, return_shape=True)(carry, step)
+        sizes = [len(jax.tree.leaves(part)) for part in self.shapes]
+        self.parts = _Parts(flatten(closed, OPAQUE), *sizes)
+
+    def run(self, carry: PyTree, xs: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        flat_carry, carry_tree = jax.tree.flatten(carry)
+        last, ys, sums = self.parts.run(flat_carry, jax.tree.leaves(xs))
+        return (
+            jax.tree.unflatten(carry_tree, last),
+            jax.tree.unflatten(jax.tree.structure(self.shapes[1]), ys),
+            jax.tree.unflatten(jax.tree.structure(self.shapes[2]), sums),
+        )
+
+
+class StatefulLoop:
+    """A function of brainstate states, traced once, to be run over sequences of any length.
 
     Parameters
     ----------
     step : callable
         ``(*slices) -> (ys, terms)``; it may read and write states.
     xs : sequence of PyTree
-        The arguments, with a common leading axis.
+        Arguments with a common leading axis; only their shapes are looked at.
 
-    Returns
-    -------
-    tuple
-        The stacked ``ys``, and the sums of the ``terms``.
+    Examples
+    --------
+    >>> import brainstate, jax.numpy as jnp
+    >>> from braintrace_fast.runtime.fission import StatefulLoop
+    >>> count = brainstate.ShortTermState(jnp.zeros(()))
+    >>> def step(x):
+    ...     count.value = count.value + 1
+    ...     return count.value * x, x
+    >>> loop = StatefulLoop(step, (jnp.ones(3),))
+    >>> ys, total = loop((jnp.ones(4),))
+    >>> ys.tolist(), float(total), float(count.value)
+    ([1.0, 2.0, 3.0, 4.0], 4.0, 4.0)
     """
-    slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tuple(xs))
-    function = brainstate.transform.StatefulFunction(
-        step, name='window', return_only_write=False
-    ).make_jaxpr(*slices)
-    touched = function.get_state_trace(*slices)
 
-    def body(values: Any, x: Any) -> Any:
-        values, (ys, terms) = function.jaxpr_call(values, *x)
-        return values, ys, terms
+    def __init__(
+        self, step: Callable[..., tuple[PyTree, PyTree]], xs: Sequence[PyTree]
+    ) -> None:
+        slices = _slices(tuple(xs))
+        function = brainstate.transform.StatefulFunction(
+            step, name='window', return_only_write=False
+        ).make_jaxpr(*slices)
+        self._touched = function.get_state_trace(*slices)
 
-    last, ys, sums = loop(body, [state.value for state in touched.states], tuple(xs))
-    for state, value, written in zip(touched.states, last, touched.been_writen, strict=True):
-        if written:
-            state.value = value
-    return ys, sums
+        def body(values: Any, x: Any) -> Any:
+            values, (ys, terms) = function.jaxpr_call(values, *x)
+            return values, ys, terms
+
+        values = jax.tree.map(_as_array, [state.value for state in self._touched.states])
+        self._loop = _Loop(body, values, slices)
+
+    @property
+    def ys(self) -> PyTree:
+        """The shapes of one step's ``ys``."""
+        return self._loop.shapes[1]
+
+    def __call__(self, xs: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
+        """Run over the leading axis of the arguments.
+
+        Returns
+        -------
+        tuple
+            The stacked ``ys``, and the sums of the ``terms``.
+        """
+        states = self._touched.states
+        values = jax.tree.map(_as_array, [state.value for state in states])
+        last, ys, sums = self._loop.run(values, jax.tree.map(_as_array, tuple(xs)))
+        for state, value, written in zip(states, last, self._touched.been_writen, strict=True):
+            if written:
+                state.value = value
+        return ys, sums
 
 
 class _Parts:
@@ -272,3 +308,7 @@ def _inexact(v: Atom) -> bool:
 
 def _as_array(value: Any) -> jax.Array:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _slices(xs: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
