@@ -1,5 +1,7 @@
 """What every learning rule shares: a compiled model, a trace, and a step with a backward pass."""
 
+import os
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import brainstate
@@ -15,6 +17,7 @@ from ..runtime.factors import Entry, Values
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window
 from ..runtime.planner import Plan, default_budget, parse_bytes, show_bytes
+from . import checkpoint
 from .sequence import Recorder, SequenceDriverMixin
 
 __all__ = ['ETraceAlgorithm', 'ETraceVjpAlgorithm', 'EligibilityTrace', 'Engine']
@@ -249,6 +252,62 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self._check_compiled()
         self.forget()
         self.trace.value = jax.tree.map(jnp.zeros_like, self.trace.value)
+
+    @property
+    def resolved_options(self) -> dict[str, Any]:
+        """Options that a saved state depends on, besides attributes named like arguments."""
+        return {}
+
+    def save(self, path: str | os.PathLike, others: Mapping[str, Any] | None = None) -> None:
+        """Write the whole state of the learner and its model to a file.
+
+        That is all states of the model (parameters, hidden states, random keys that the step uses,
+        and others), the traces and the counters. The file holds arrays and plain metadata, no code.
+        It is replaced as a whole: whenever the process ends, the old or the new one is there.
+
+        Parameters
+        ----------
+        path : path
+            The file, with any suffix; ``.npz`` describes it.
+        others : dict, optional
+            More to keep with it, by name: states, dicts of states, or modules. An optimiser and
+            ``brainstate.random.DEFAULT`` belong here if training is to go on bit by bit.
+
+        Examples
+        --------
+        >>> import os, tempfile
+        >>> import brainstate, jax.numpy as jnp
+        >>> import braintrace_fast as braintrace
+        >>> learner = braintrace.compile(braintrace.nn.GRUCell(3, 4), 'd_rtrl', jnp.ones(3))
+        >>> _ = learner(jnp.ones(3))
+        >>> path = os.path.join(tempfile.mkdtemp(), 'learner.npz')
+        >>> learner.save(path)
+        >>> expected = learner(jnp.ones(3))
+        >>> learner.load(path)
+        >>> bool((learner(jnp.ones(3)) == expected).all())
+        True
+        """
+        self._check_compiled()
+        checkpoint.save(self, path, others or {})
+
+    def load(self, path: str | os.PathLike, others: Mapping[str, Any] | None = None) -> None:
+        """Take over the state that :meth:`save` wrote.
+
+        Parameters
+        ----------
+        path : path
+            The file.
+        others : dict, optional
+            What was given to :meth:`save` under this name.
+
+        Raises
+        ------
+        CheckpointError
+            If the file is truncated, or of another model, algorithm or newer format; the message
+            says what differs. Nothing is changed then.
+        """
+        self._check_compiled()
+        checkpoint.load(self, path, others or {})
 
     def get_etrace_of(self, weight: brainstate.ParamState | Path) -> Any:
         """The present trace of a weight.

@@ -132,6 +132,11 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
             )
         self.decay = (_decay(pair[0]), _decay(pair[1]))
 
+    @property
+    def resolved_options(self) -> dict[str, Any]:
+        """The decays, which may have been given as ranks."""
+        return {'decay': self.decay}
+
     def make_engine(self, graph: ETraceGraph) -> FactorizedEngine:
         """The engine that carries the two sides of the trace."""
         return FactorizedEngine(graph, self.decay, windows=self.vjp_method == 'multi-step')

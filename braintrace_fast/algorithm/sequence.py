@@ -251,7 +251,7 @@ class SequenceDriverMixin:
         runner = self.graph_executor.runner
         own = {id(state): path for path, state in self.param_states.items()}
         weights = list(states.values())  # keys may be of types that do not sort together
-        places = {own[id(state)]: i for i, state in enumerate(weights) if id(state) in own}
+        places = [(i, own[id(state)]) for i, state in enumerate(weights) if id(state) in own]
 
         def step(slices: Any, weight: jax.Array) -> Any:
             def recorded(zeros: Zeros) -> Any:
@@ -271,10 +271,9 @@ class SequenceDriverMixin:
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
             trace = self.engine.window(traced, entry, factors, signals, index, entry is not None)
             total = jax.tree.map(jnp.add, total, grads)
-            for path, gradient in traced.result().items():
-                if path in places:
-                    place = places[path]
-                    total[place] = jax.tree.map(jnp.add, total[place], gradient)
+            gradients = traced.result()
+            for place, path in places:  # a state may be named twice
+                total[place] = jax.tree.map(jnp.add, total[place], gradients[path])
             return total, trace, outputs
 
         zeros = jax.tree.map(jnp.zeros_like, [state.value for state in weights])

@@ -44,9 +44,7 @@ class CompilationReport:
     [(('Wr', 'weight'), 'relation_excluded_weight_to_weight')]
     """
 
-    def __init__(
-        self, graph: ETraceGraph, more: Mapping[str, Sequence[str]] | None = None
-    ) -> None:
+    def __init__(self, graph: ETraceGraph, more: Mapping[str, Sequence[str]] | None = None) -> None:
         self._graph = graph
         self._more = dict(more or {})
 

@@ -123,9 +123,7 @@ class StatefulLoop:
     ([1.0, 2.0, 3.0, 4.0], 4.0, 4.0)
     """
 
-    def __init__(
-        self, step: Callable[..., tuple[PyTree, PyTree]], xs: Sequence[PyTree]
-    ) -> None:
+    def __init__(self, step: Callable[..., tuple[PyTree, PyTree]], xs: Sequence[PyTree]) -> None:
         slices = _slices(tuple(xs))
         function = brainstate.transform.StatefulFunction(
             step, name='window', return_only_write=False

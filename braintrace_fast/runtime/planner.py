@@ -1,8 +1,9 @@
 """How many steps a window may have: its memory, counted, against a budget.
 
-A window is traced once for a number of steps that stands for any other. Each of its arrays then has
-a size of ``fixed + steps * per_step`` bytes, and so has the sum of those that live at one moment.
-The largest window is the one for which no moment exceeds the budget.
+A window is traced once for a number of steps that stands for any other. Each of its arrays then
+either grows with the steps or does not. Those that grow are all counted, as if none were freed
+before the end of the window: in which order a compiler runs what does not wait for each other is
+not known. Of those that do not grow (traces, gradients), the fullest moment counts.
 """
 
 import dataclasses
@@ -48,14 +49,17 @@ STAND_IN = 10007
 ELEMENTWISE = frozenset(
     """
     abs acos add add_any and asin atan atan2 broadcast_in_dim cbrt ceil clamp concatenate
-    convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge
-    gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter not or pad
-    pow reduce_precision rem reshape round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh transpose
-    xor
+    convert_element_type copy cos cosh div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims
+    expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not or pad pow reduce_precision rem reshape round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh slice sqrt square squeeze stop_gradient
+    sub tan tanh transpose xor
     """.split()
 )
 """What a compiler computes on the way into its only reader, without an array of its own."""
+
+FREE = frozenset('broadcast_in_dim dynamic_slice iota slice'.split())
+"""What is computed on the way into each of its readers."""
 
 REDUCTIONS = frozenset('reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or'.split())
 
@@ -63,46 +67,27 @@ VIEWS = frozenset('reshape squeeze expand_dims stop_gradient copy'.split())
 """What shares the memory of its operand."""
 
 
-class Size(NamedTuple):
-    """``fixed + steps * per_step`` bytes."""
+class Count(NamedTuple):
+    """The memory of a window: ``fixed + steps * per_step`` bytes.
+
+    Examples
+    --------
+    >>> from braintrace_fast.runtime.planner import Count
+    >>> count = Count(fixed=1000, per_step=60)
+    >>> count.bytes(10), count.steps(4000)
+    (1600, 50)
+    """
 
     fixed: int
     per_step: int
 
-    def of(self, steps: int) -> int:
-        """The bytes for a number of steps."""
-        return self.fixed + steps * self.per_step
-
-
-@dataclasses.dataclass(frozen=True)
-class Count:
-    """The memory of a window, by its number of steps.
-
-    Attributes
-    ----------
-    moments : tuple of Size
-        What lives at each moment that is the fullest for some number of steps.
-
-    Examples
-    --------
-    >>> from braintrace_fast.runtime.planner import Count, Size
-    >>> count = Count((Size(1000, 10), Size(0, 60)))
-    >>> count.bytes(2), count.bytes(100), count.steps(3000)
-    (1020, 6000, 50)
-    """
-
-    moments: tuple[Size, ...]
-
     def bytes(self, steps: int) -> int:
         """What a window of so many steps takes."""
-        return max(moment.of(steps) for moment in self.moments)
+        return self.fixed + steps * self.per_step
 
     def steps(self, budget: int) -> int:
         """The most steps within a budget; 0 if not even one is."""
-        if self.bytes(1) > budget:
-            return 0
-        growing = [m for m in self.moments if m.per_step]
-        return min([(budget - m.fixed) // m.per_step for m in growing], default=2**31 - 1)
+        return max(budget - self.fixed, 0) // max(self.per_step, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,8 +252,8 @@ def count_window(window: Callable[..., Any], inputs: PyTree, *args: Any) -> Coun
     --------
     >>> import jax.numpy as jnp
     >>> from braintrace_fast.runtime.planner import count_window
-    >>> count_window(lambda x: x.T @ x, jnp.ones((5, 100))).moments
-    (Size(fixed=40000, per_step=400),)
+    >>> count_window(lambda x: jnp.cumsum(x, axis=0), jnp.ones((5, 100)))
+    Count(fixed=0, per_step=800)
     """
     stood_in = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((STAND_IN, *a.shape[1:]), a.dtype), inputs
@@ -276,9 +261,8 @@ def count_window(window: Callable[..., Any], inputs: PyTree, *args: Any) -> Coun
     function = brainstate.transform.StatefulFunction(window, name='window')
     closed = function.make_jaxpr(stood_in, *args).get_jaxpr(stood_in, *args)
     jaxpr, _ = open_jaxpr(closed)
-    held = Size(0, sum(_size(v).per_step for v in jaxpr.invars))
-    moments = {Size(m.fixed, m.per_step + held.per_step) for m in _moments(jaxpr)}
-    return Count(_fullest(moments or {held}))
+    made = _count(jaxpr)
+    return made._replace(per_step=made.per_step + sum(_size(v).per_step for v in jaxpr.invars))
 
 
 def parse_bytes(budget: int | str) -> int:
@@ -339,7 +323,7 @@ def show_bytes(number: int) -> str:
 
 
 def _free_bytes() -> int | None:
-    device = jax.config.jax_default_device or jax.local_devices()[0]
+    device: Any = getattr(jax.config, 'jax_default_device', None) or jax.local_devices()[0]
     stats = None if isinstance(device, str) else device.memory_stats()
     if stats and 'bytes_limit' in stats:
         return stats['bytes_limit'] - stats.get('bytes_in_use', 0)
@@ -376,100 +360,64 @@ def _container_free() -> int | None:
     return None
 
 
-def _fullest(moments: set[Size]) -> tuple[Size, ...]:
-    """Those that no other exceeds both in fixed bytes and in bytes per step."""
-    best: list[Size] = []
-    for moment in sorted(moments, reverse=True):
-        if not best or moment.per_step > best[-1].per_step:
-            best.append(moment)
-    return tuple(best)
-
-
-def _size(atom: Atom) -> Size:
+def _size(atom: Atom) -> Count:
     if isinstance(atom, Literal):
-        return Size(0, 0)
-    item = getattr(atom.aval.dtype, 'itemsize', 4)
+        return Count(0, 0)
     elements = math.prod(atom.aval.shape)
     for steps in (STAND_IN, STAND_IN - 1):
         if elements and elements % steps == 0:
-            return Size(0, elements // steps * item)
-    return Size(elements * item, 0)
+            return Count(0, elements // steps * atom.aval.dtype.itemsize)
+    return Count(elements * atom.aval.dtype.itemsize, 0)
 
 
-def _moments(jaxpr: Jaxpr) -> list[Size]:
-    """What lives when each equation runs, without the inputs of the jaxpr."""
-    memory = _Memory(jaxpr)
-    last = {v: i for i, (eqn, reads) in enumerate(memory.made) for v in (*reads, *eqn.outvars)}
-    last.update(dict.fromkeys(memory.results, len(memory.made)))
-    ends: dict[int, list[Var]] = {}
-    for v, place in last.items():
-        ends.setdefault(place, []).append(v)
-    live: set[Var] = set()
-    fixed = per_step = 0
-    found = []
-    for place, (eqn, _) in enumerate(memory.made):
-        for v in eqn.outvars:
-            if memory.owner(v) is v and v not in live:
-                live.add(v)
-                fixed, per_step = fixed + _size(v).fixed, per_step + _size(v).per_step
-        inner = [m for sub in jaxprs_in_params(eqn.params) for m in _moments(open_jaxpr(sub)[0])]
-        moved = _moved(eqn)
-        for m in _fullest({*inner, moved}):
-            found.append(Size(fixed + m.fixed, per_step + m.per_step))
-        for v in ends.get(place, ()):
-            if v in live:
-                live.remove(v)
-                fixed, per_step = fixed - _size(v).fixed, per_step - _size(v).per_step
-    return found
+def _count(jaxpr: Jaxpr) -> Count:
+    """What a jaxpr takes besides its inputs."""
+    made, results = _made(jaxpr)
+    last = {v: place for place, (_, reads, writes) in enumerate(made) for v in (*reads, *writes)}
+    ends: dict[int, int] = {}
+    fixed = fullest = per_step = 0
+    own = {v for _, _, writes in made for v in writes}
+    for v in own - results:
+        ends[last[v]] = ends.get(last[v], 0) + _size(v).fixed
+    for place, (eqn, _, writes) in enumerate(made):
+        inner = [_count(open_jaxpr(sub)[0]) for sub in jaxprs_in_params(eqn.params)]
+        fixed += sum(_size(v).fixed for v in writes)
+        fullest = max(fullest, fixed + max((count.fixed for count in inner), default=0))
+        per_step += sum(_size(v).per_step for v in writes)
+        per_step += max((count.per_step for count in inner), default=0)
+        fixed -= ends.get(place, 0)
+    return Count(fullest, per_step)
 
 
-def _moved(eqn: JaxprEqn) -> Size:
-    """Operands of a batched product, which are copied into its order of axes."""
-    if eqn.primitive.name != 'dot_general' or not eqn.params['dimension_numbers'][1][0]:
-        return Size(0, 0)
-    sizes = [_size(v) for v in eqn.invars]
-    return Size(sum(s.fixed for s in sizes), sum(s.per_step for s in sizes))
+def _made(jaxpr: Jaxpr) -> tuple[list[tuple[JaxprEqn, set[Var], list[Var]]], set[Var]]:
+    """The equations that make arrays, with those that each reads and writes; and the results."""
+    readers: dict[Var, list[str]] = {v: ['a result'] for v in jaxpr.outvars if _is_var(v)}
+    used = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in readers for v in eqn.outvars):
+            used.append(eqn)
+            for v in filter(_is_var, eqn.invars):
+                readers.setdefault(v, []).append(eqn.primitive.name)
+    behind: dict[Var, set[Var]] = {}
+
+    def arrays(atoms: Sequence[Atom]) -> set[Var]:
+        return {array for v in atoms if _is_var(v) for array in behind.get(v, {v})}
+
+    made = []
+    for eqn in reversed(used):
+        reads, name = arrays(eqn.invars), eqn.primitive.name
+        if name in VIEWS or _is_fused(name, readers.get(eqn.outvars[0], [])):
+            behind[eqn.outvars[0]] = reads
+        else:
+            made.append((eqn, reads, [v for v in eqn.outvars if v in readers]))
+    return made, arrays(jaxpr.outvars)
 
 
-class _Memory:
-    """Which equations of a jaxpr make arrays, and which arrays they read."""
+def _is_fused(name: str, readers: Sequence[str]) -> bool:
+    """Whether a result is computed on the way into its only reader."""
+    single = len(readers) == 1 or name in FREE
+    return name in ELEMENTWISE and single and all(r in ELEMENTWISE | REDUCTIONS for r in readers)
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self.readers: dict[Var, list[JaxprEqn | None]] = {}
-        for eqn in jaxpr.eqns:
-            for v in eqn.invars:
-                if not isinstance(v, Literal):
-                    self.readers.setdefault(v, []).append(eqn)
-        for v in jaxpr.outvars:
-            if not isinstance(v, Literal):
-                self.readers.setdefault(v, []).append(None)
-        self.made: list[tuple[JaxprEqn, list[Var]]] = []
-        self._reads: dict[Var, list[Var]] = {}
-        for eqn in jaxpr.eqns:
-            reads = [r for v in eqn.invars if not isinstance(v, Literal) for r in self.behind(v)]
-            if self._fused(eqn) or eqn.primitive.name in VIEWS:
-                self._reads[eqn.outvars[0]] = list(dict.fromkeys(reads))
-            else:
-                self.made.append((eqn, list(dict.fromkeys(reads))))
-        self.results = {
-            r for v in jaxpr.outvars if not isinstance(v, Literal) for r in self.behind(v)
-        }
 
-    def behind(self, v: Var) -> Sequence[Var]:
-        """The arrays that are read when a variable is."""
-        return self._reads.get(v, (v,))
-
-    def owner(self, v: Var) -> Var:
-        """The variable whose memory a variable has."""
-        return v if v not in self._reads else self._reads[v][0]
-
-    def _fused(self, eqn: JaxprEqn) -> bool:
-        """Whether the result is computed on the way into its only reader."""
-        if eqn.primitive.name not in ELEMENTWISE:
-            return False
-        readers = self.readers.get(eqn.outvars[0], [])
-        cheap = eqn.primitive.name in ('broadcast_in_dim', 'iota')
-        return (len(readers) == 1 or cheap) and all(
-            r is not None and r.primitive.name in ELEMENTWISE | REDUCTIONS for r in readers
-        )
+def _is_var(atom: Atom) -> bool:
+    return not isinstance(atom, Literal)
