@@ -222,11 +222,12 @@ def _leaf_differences(value: PyTree, stored: Mapping[str, Any]) -> list[str]:
 
 def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise _unreadable(path)
-        with file:
-            arrays = {key: file[key] for key in file.files}
+        with open(path, 'rb') as handle:
+            file = np.load(handle, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise _unreadable(path)
+            with file:
+                arrays = {key: file[key] for key in file.files}
         meta = json.loads(arrays.pop('meta').tobytes().decode('utf-8'))
     except CheckpointError:
         raise

@@ -221,15 +221,16 @@ def split(length: int, steps: int, even: bool = False) -> tuple[tuple[int, int],
     --------
     >>> from braintrace_fast.runtime.planner import split
     >>> split(2000, 90), split(2000, 90, even=True)
-    (((22, 87), (1, 86)), ((25, 80),))
+    (((1, 86), (22, 87)), ((25, 80),))
     """
     number = -(-length // steps)
     if even:
         candidates = range(number, min(length, int(number * LATITUDE)) + 1)
         number = next((n for n in candidates if length % n == 0), number)
     short, longer = divmod(length, number)
-    both = ((longer, short + 1), (number - longer, short))
-    return tuple((count, size) for count, size in both if count)
+    both = [(longer, short + 1), (number - longer, short)]
+    # A window by itself goes first: after a loop, XLA would begin it early and keep both in memory.
+    return tuple(sorted((pair for pair in both if pair[0]), key=lambda pair: pair[0] != 1))
 
 
 def count_window(window: Callable[..., Any], inputs: PyTree, *args: Any) -> Count:
@@ -380,13 +381,20 @@ def _count(jaxpr: Jaxpr) -> Count:
     for v in own - results:
         ends[last[v]] = ends.get(last[v], 0) + _size(v).fixed
     for place, (eqn, _, writes) in enumerate(made):
-        inner = [_count(open_jaxpr(sub)[0]) for sub in jaxprs_in_params(eqn.params)]
+        inner = [_inner_count(open_jaxpr(sub)[0]) for sub in jaxprs_in_params(eqn.params)]
         fixed += sum(_size(v).fixed for v in writes)
         fullest = max(fullest, fixed + max((count.fixed for count in inner), default=0))
         per_step += sum(_size(v).per_step for v in writes)
         per_step += max((count.per_step for count in inner), default=0)
         fixed -= ends.get(place, 0)
     return Count(fullest, per_step)
+
+
+def _inner_count(jaxpr: Jaxpr) -> Count:
+    """What a jaxpr inside an equation takes besides the equation's operands and results."""
+    count = _count(jaxpr)
+    results = sum(_size(v).per_step for v in jaxpr.outvars)
+    return count._replace(per_step=max(count.per_step - results, 0))
 
 
 def _made(jaxpr: Jaxpr) -> tuple[list[tuple[JaxprEqn, set[Var], list[Var]]], set[Var]]:
