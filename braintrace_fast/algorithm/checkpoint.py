@@ -5,6 +5,7 @@ The file is an uncompressed ``.npz`` without pickled objects: the arrays ``0``, 
 """
 
 import contextlib
+import hashlib
 import inspect
 import json
 import os
@@ -182,10 +183,12 @@ def _plain(value: Any) -> str:
     if isinstance(value, np.dtype):
         return str(value)
     if isinstance(value, np.ndarray | jax.Array):
-        return f'array of shape {value.shape}'  # what it holds is a state, or the caller's
+        digest = hashlib.sha256(_stored(value).tobytes()).hexdigest()[:16]
+        return f'{value.dtype}{list(value.shape)} with digest {digest}'
     if callable(value):
         return getattr(value, '__qualname__', type(value).__qualname__)
-    return repr(value)
+    text = repr(value)
+    return type(value).__qualname__ if ' at 0x' in text else text
 
 
 def _differences(learner: Any, meta: Mapping[str, Any], states: States) -> list[str]:
@@ -254,7 +257,7 @@ def _unreadable(path: FilePath) -> CheckpointError:
     )
 
 
-def _write(path: FilePath, arrays: Mapping[str, np.ndarray]) -> None:
+def _write(path: FilePath, arrays: Mapping[str, Any]) -> None:
     """Write a file that is there in full or not at all."""
     temporary = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
     try:

@@ -37,7 +37,7 @@ SHARE = 4
 UNKNOWN = 2**30
 """The default budget where no one says how much memory is free."""
 
-LATITUDE = 1.25
+LATITUDE = 1.5
 """How many times more windows are taken if all then have the same length."""
 
 SHOWN = 20
