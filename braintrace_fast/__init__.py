@@ -36,7 +36,7 @@ from .compiler import (
     find_hidden_param_op_relations_from_minfo,
     find_hidden_param_op_relations_from_module,
 )
-from .errors import CompilationError, NotSupportedError
+from .errors import CheckpointError, CompilationError, NotSupportedError
 from .learner import ETraceVmap, compile
 from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
 from .runtime import (
@@ -50,6 +50,7 @@ __version__ = '0.1.0'
 __version_info__ = tuple(map(int, __version__.split('.')))
 
 __all__ = [
+    'CheckpointError',
     'CompilationError',
     'CompilationRecord',
     'CompilationReport',

@@ -1,6 +1,6 @@
 """The exceptions of the library."""
 
-__all__ = ['CompilationError', 'NotSupportedError']
+__all__ = ['CheckpointError', 'CompilationError', 'NotSupportedError']
 
 
 class NotSupportedError(Exception):
@@ -9,3 +9,7 @@ class NotSupportedError(Exception):
 
 class CompilationError(Exception):
     """The model cannot be compiled into an online learner; the message says what to change."""
+
+
+class CheckpointError(ValueError):
+    """A file does not hold the state of this learner; the message says what differs."""

@@ -1,6 +1,7 @@
 """What every learning rule shares: a compiled model, a trace, and a step with a backward pass."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
 from ..runtime.factors import Entry, Factors, Signals, Values
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window
+from ..runtime.planner import Plan, default_budget, parse_bytes, show_bytes
+from . import checkpoint
 from .sequence import Recorder, SequenceDriverMixin, WindowInside
 
 __all__ = ['ETraceAlgorithm', 'ETraceVjpAlgorithm', 'EligibilityTrace', 'Engine']
@@ -168,6 +171,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
+    memory_budget : int or str, optional
+        The bytes that the windows of :meth:`etrace_grad` and :meth:`etrace_evolve` may take, such
+        as ``'256MB'``; by default a quarter of what is free on the device when the learner is made.
     """
 
     def __init__(
@@ -177,9 +183,13 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         vjp_method: str = 'single-step',
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
+        memory_budget: int | str | None = None,
     ) -> None:
         executor = ETraceVjpGraphExecutor(model, vjp_method, control_flow, backend)
         super().__init__(model, executor, name)
+        self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
+        self.resolved_budget = self.memory_budget or default_budget()
+        self.plan: Plan | None = None
         self.vjp_method = vjp_method
         self.calls = 0
         self.recorder: Recorder | None = None
@@ -230,6 +240,15 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.trace_is_live = brainstate.ShortTermState(jnp.zeros((), bool))
 
     @property
+    def report(self) -> CompilationReport:
+        """What was compiled, and why, and how the last sequences were cut into windows."""
+        if self.plan is None:
+            lines = [f'none yet; a window may take {show_bytes(self.resolved_budget)}']
+        else:
+            lines = self.plan.lines()
+        return CompilationReport(self.graph, {'Windows': lines} if self._runs_in_windows() else {})
+
+    @property
     def own_states(self) -> list[brainstate.State]:
         """The states that belong to the learner and not to the model."""
         return [self.trace, self.trace_is_live, self.running_index]
@@ -252,6 +271,62 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self._check_compiled()
         self.forget()
         self.trace.value = jax.tree.map(jnp.zeros_like, self.trace.value)
+
+    @property
+    def resolved_options(self) -> dict[str, Any]:
+        """Options that a saved state depends on, besides attributes named like arguments."""
+        return {}
+
+    def save(self, path: str | os.PathLike, others: Mapping[str, Any] | None = None) -> None:
+        """Write the whole state of the learner and its model to a file.
+
+        That is all states of the model (parameters, hidden states, random keys that the step uses,
+        and others), the traces and the counters. The file holds arrays and plain metadata, no code.
+        It is replaced as a whole: whenever the process ends, the old or the new one is there.
+
+        Parameters
+        ----------
+        path : path
+            The file, with any suffix; ``.npz`` describes it.
+        others : dict, optional
+            More to keep with it, by name: states, dicts of states, or modules. An optimiser and
+            ``brainstate.random.DEFAULT`` belong here if training is to go on bit by bit.
+
+        Examples
+        --------
+        >>> import os, tempfile
+        >>> import brainstate, jax.numpy as jnp
+        >>> import braintrace_fast as braintrace
+        >>> learner = braintrace.compile(braintrace.nn.GRUCell(3, 4), 'd_rtrl', jnp.ones(3))
+        >>> _ = learner(jnp.ones(3))
+        >>> path = os.path.join(tempfile.mkdtemp(), 'learner.npz')
+        >>> learner.save(path)
+        >>> expected = learner(jnp.ones(3))
+        >>> learner.load(path)
+        >>> bool((learner(jnp.ones(3)) == expected).all())
+        True
+        """
+        self._check_compiled()
+        checkpoint.save(self, path, others or {})
+
+    def load(self, path: str | os.PathLike, others: Mapping[str, Any] | None = None) -> None:
+        """Take over the state that :meth:`save` wrote.
+
+        Parameters
+        ----------
+        path : path
+            The file.
+        others : dict, optional
+            What was given to :meth:`save` under this name.
+
+        Raises
+        ------
+        CheckpointError
+            If the file is truncated, or of another model, algorithm or newer format; the message
+            says what differs. Nothing is changed then.
+        """
+        self._check_compiled()
+        checkpoint.load(self, path, others or {})
 
     def get_etrace_of(self, weight: brainstate.ParamState | Path) -> Any:
         """The present trace of a weight.

@@ -38,6 +38,8 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
+    memory_budget : int or str, optional
+        The bytes that windows may take, such as ``'256MB'``.
 
     Examples
     --------
@@ -59,8 +61,9 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         chunked_trace: bool = True,
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
+        memory_budget: int | str | None = None,
     ) -> None:
-        super().__init__(model, name, vjp_method, control_flow, backend)
+        super().__init__(model, name, vjp_method, control_flow, backend, memory_budget)
         self.fast_solve = fast_solve
         self.trace_dtype = trace_dtype
         self.chunked_trace = chunked_trace
@@ -96,6 +99,8 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
+    memory_budget : int or str, optional
+        The bytes that windows may take, such as ``'256MB'``.
 
     Examples
     --------
@@ -116,8 +121,9 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         fast_solve: bool = True,
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
+        memory_budget: int | str | None = None,
     ) -> None:
-        super().__init__(model, name, vjp_method, control_flow, backend)
+        super().__init__(model, name, vjp_method, control_flow, backend, memory_budget)
         self.fast_solve = fast_solve
         pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank,) * 2
         if len(pair) != 2:
@@ -125,6 +131,11 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
                 f'decay_or_rank is {decay_or_rank!r}; give one number, or a pair (a_x, a_f).'
             )
         self.decay = (_decay(pair[0]), _decay(pair[1]))
+
+    @property
+    def resolved_options(self) -> dict[str, Any]:
+        """The decays, which may have been given as ranks."""
+        return {'decay': self.decay}
 
     def make_engine(self, graph: ETraceGraph) -> FactorizedEngine:
         """The engine that carries the two sides of the trace."""

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import brainstate
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._typing import PyTree
 from ..runtime.factors import Entry, Factors, Signals, Zeros
-from ..runtime.fission import stateful_loop
+from ..runtime.fission import StatefulLoop
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import MultiStepData, SingleStepData
+from ..runtime.planner import Plan, parse_bytes, plan_windows
 
 __all__ = ['Recorder', 'SequenceDriverMixin', 'Windows']
 
@@ -34,23 +36,23 @@ class WindowInside(Exception):
 
 
 class Windows(NamedTuple):
-    """How sequences are cut into windows.
+    """What was asked of the windows into which sequences are cut.
 
     Attributes
     ----------
-    every : int
-        The number of steps of a window.
+    every : int or None
+        The most steps of a window; None to choose from memory.
     fresh : bool
         Whether to start and end with a trace of zeros.
-    carry : bool
-        Whether a trace passes from window to window.
+    budget : int
+        The bytes that a window may take.
     bar : callable or None
         A progress bar over the steps.
     """
 
-    every: int
+    every: int | None
     fresh: bool
-    carry: bool
+    budget: int
     bar: Callable[..., None] | None
 
 
@@ -67,6 +69,9 @@ class SequenceDriverMixin:
     trace_is_live: Any
     running_index: Any
     recorder: Recorder | None
+    plan: Plan | None
+    memory_budget: int | None
+    resolved_budget: int
     forget: Callable[[], None]
     learning_signals: Callable[..., Signals]
     _runs_in_windows: Callable[[], bool]
@@ -86,6 +91,7 @@ class SequenceDriverMixin:
         pbar: Any = None,
         trace: str = 'carry',
         trace_every: int | None = None,
+        memory_budget: int | str | None = None,
     ) -> Any:
         """Accumulate the online gradient over sequences.
 
@@ -123,8 +129,11 @@ class SequenceDriverMixin:
             ``'fresh'`` is for sequences that have nothing to do with those before: it starts and
             ends with a trace of zeros, and builds none if there is one window.
         trace_every : int, optional
-            How many steps to run between two updates of the trace; the gradient is the same for
-            any number. By default it is chosen from the memory that a step takes.
+            How many steps to run, at most, between two updates of the trace; the gradient is the
+            same for any number. By default it is as many as fit into the memory budget.
+        memory_budget : int or str, optional
+            The bytes that a window may take, such as ``'256MB'``, besides the sequences, states and
+            traces themselves; by default the learner's.
 
         Returns
         -------
@@ -161,7 +170,8 @@ class SequenceDriverMixin:
 
         with _unchanged_on_error(self):
             if self._runs_in_windows():
-                windows = self._windows(length, trace, trace_every, pbar)
+                bar = _progress_bar(pbar, length)
+                windows = self._windows(trace, trace_every, memory_budget, bar)
                 totals, (losses, aux) = self._windows_gradient(
                     objective, states, (sequences, mask), windows
                 )
@@ -194,6 +204,7 @@ class SequenceDriverMixin:
         return_outputs: bool = False,
         pbar: Any = None,
         trace_every: int | None = None,
+        memory_budget: int | str | None = None,
     ) -> Any:
         """Advance the model and the trace over sequences, without a gradient.
 
@@ -210,7 +221,9 @@ class SequenceDriverMixin:
         pbar : optional
             A progress bar, as in :meth:`etrace_grad`.
         trace_every : int, optional
-            How many steps to run between two updates of the trace.
+            How many steps to run, at most, between two updates of the trace.
+        memory_budget : int or str, optional
+            The bytes that a window may take, as in :meth:`etrace_grad`.
         """
         self._check_compiled()  # type: ignore[attr-defined]
         length = _common_length(sequences)
@@ -228,7 +241,8 @@ class SequenceDriverMixin:
         with _unchanged_on_error(self):
             in_windows = self._runs_in_windows() and chunk is None
             if in_windows:
-                windows = self._windows(length, 'carry', trace_every, pbar)
+                bar = _progress_bar(pbar, length)
+                windows = self._windows('carry', trace_every, memory_budget, bar)
                 try:
                     outputs = self._evolve_windows(call, sequences, windows)
                 except WindowInside:
@@ -249,6 +263,7 @@ class SequenceDriverMixin:
         runner = self.graph_executor.runner
         own = {id(state): path for path, state in self.param_states.items()}
         weights = list(states.values())  # keys may be of types that do not sort together
+        places = [(i, own[id(state)]) for i, state in enumerate(weights) if id(state) in own]
 
         def step(slices: Any, weight: jax.Array) -> Any:
             def recorded(zeros: Zeros) -> Any:
@@ -261,21 +276,25 @@ class SequenceDriverMixin:
             exact = runner.as_signals(cotangents)
             return (outputs, (factors, self.learning_signals(factors, exact, modulator))), grads
 
-        def window(total: Any, entry: Entry | None, index: Any, inputs: Any, show: Any) -> Any:
-            (outputs, (factors, signals)), grads = stateful_loop(step, inputs, show)
+        loop = StatefulLoop(step, inputs, windows.bar is not None)
+
+        def window(
+            inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
+        ) -> Any:
+            (outputs, (factors, signals)), grads = loop(inputs, show)
             params, _, _ = self.graph_executor.values()
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
-            trace = self.engine.window(traced, entry, factors, signals, index, windows.carry)
+            trace = self.engine.window(traced, entry, factors, signals, index, entry is not None)
             total = jax.tree.map(jnp.add, total, grads)
-            by_path = traced.result()
-            for place, state in enumerate(weights):
-                if id(state) in own:
-                    gradient = by_path[own[id(state)]]
-                    total[place] = jax.tree.map(jnp.add, total[place], gradient)
+            gradients = traced.result()
+            for place, path in places:  # a state may be named twice
+                total[place] = jax.tree.map(jnp.add, total[place], gradients[path])
             return total, trace, outputs
 
         zeros = jax.tree.map(jnp.zeros_like, [state.value for state in weights])
-        return self._run_windows(window, zeros, inputs, windows)
+        _, (factors, signals) = loop.ys
+        parts = {**factors._asdict(), **signals._asdict()}
+        return self._run_windows(window, zeros, inputs, windows, parts)
 
     def _evolve_windows(
         self, call: Callable[..., Any], sequences: tuple[PyTree, ...], windows: Windows
@@ -285,54 +304,71 @@ class SequenceDriverMixin:
                 out = call(*slices)
             return (out, recorder.factors), ()
 
-        def window(total: Any, entry: Entry | None, index: Any, inputs: Any, show: Any) -> Any:
-            (outputs, factors), _ = stateful_loop(step, inputs, show)
-            trace = self.engine.window(None, entry, factors, None, index, windows.carry)
+        loop = StatefulLoop(step, sequences, windows.bar is not None)
+
+        def window(
+            inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
+        ) -> Any:
+            (outputs, factors), _ = loop(inputs, show)
+            trace = self.engine.window(None, entry, factors, None, index, entry is not None)
             return total, trace, outputs
 
-        return self._run_windows(window, (), sequences, windows)[1]
+        parts = loop.ys[1]._asdict()
+        return self._run_windows(window, (), sequences, windows, parts)[1]
 
     def _run_windows(
-        self, window: Callable[..., Any], total: Any, inputs: PyTree, windows: Windows
+        self,
+        window: Callable[..., Any],
+        total: Any,
+        inputs: PyTree,
+        windows: Windows,
+        parts: Mapping[str, PyTree],
     ) -> tuple[Any, Any]:
-        """Run windows one after the other; the last may be shorter."""
-        every, length = windows.every, _length(inputs)
-        whole = length - length % every
+        """Run windows one after the other."""
+        inputs = jax.tree.map(jnp.asarray, inputs)
         index = jnp.zeros((), jnp.int32) if windows.fresh else self.running_index.value
-        entry = None
-        if windows.carry:
-            live = jnp.zeros((), bool) if windows.fresh else self.trace_is_live.value
-            entry = Entry(self.trace.value, live)
+        live = jnp.zeros((), bool) if windows.fresh else self.trace_is_live.value
+        entry: Entry | None = Entry(self.trace.value, live)
+        choices = windows.every, windows.fresh, windows.budget
+        plan = plan_windows(window, inputs, (total, entry, index), *choices)
+        self.plan = plan.describe(parts, self.trace.value)
+        if windows.fresh and plan.windows == ((1, plan.steps),):
+            entry = None
 
-        start, bar = index, windows.bar
+        first, bar = index, windows.bar
 
         def body(carry: Any, inputs: Any) -> Any:
             total, entry, index = carry
-            done, show = index - start, None
+            done, show = index - first, None
             if bar is not None:
                 show = lambda i, ys: bar(done + i, carry=None, y=ys[0])  # noqa: E731
-            total, trace, outputs = window(total, entry, index, inputs, show)
-            entry = Entry(trace, jnp.ones((), bool)) if windows.carry else None
+            total, trace, outputs = window(inputs, total, entry, index, show)
+            entry = None if entry is None else Entry(trace, jnp.ones((), bool))
             return (total, entry, index + _length(inputs)), outputs
 
         carry: Any = (total, entry, index)
-        outputs = []
-        if whole == every:
-            carry, out = body(carry, jax.tree.map(lambda a: a[:every], inputs))
+        outputs, start = [], 0
+        for count, steps in plan.windows:
+
+            def body_at(carry: Any, start: jax.Array, steps: int = steps) -> Any:
+                return body(carry, _cut(inputs, start, steps))
+
+            if count == 1:
+                carry, out = body(carry, _cut(inputs, start, steps))
+            else:
+                starts = start + steps * jnp.arange(count)
+                carry, out = brainstate.transform.scan(body_at, carry, starts)
+                out = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
             outputs.append(out)
-        elif whole:
-            chunks = _in_chunks(jax.tree.map(lambda a: a[:whole], inputs), every)
-            carry, out = brainstate.transform.scan(body, carry, chunks)
-            outputs.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out))
-        if whole < length:
-            carry, out = body(carry, jax.tree.map(lambda a: a[whole:], inputs))
-            outputs.append(out)
+            start += count * steps
         total, entry, index = carry
         if windows.fresh or entry is None:
             self.forget()
         else:
             self.trace.value, self.trace_is_live.value = entry
             self.running_index.value = index
+        if len(outputs) == 1:
+            return total, outputs[0]
         return total, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
     @contextlib.contextmanager
@@ -343,15 +379,20 @@ class SequenceDriverMixin:
         finally:
             self.recorder = None
 
-    def _windows(self, length: int, trace: str, trace_every: int | None, pbar: Any) -> Windows:
-        every = length if trace_every is None else trace_every
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise TypeError(f'trace_every is {every!r}; it must be None or a Python int.')
-        if every < 1:
-            raise ValueError(f'trace_every is {every}; it must be at least 1.')
-        fresh = trace == 'fresh'
-        bar = _progress_bar(pbar, length)
-        return Windows(min(every, length), fresh, not (fresh and every >= length), bar)
+    def _windows(
+        self,
+        trace: str,
+        trace_every: int | None,
+        memory_budget: int | str | None,
+        bar: Callable[..., None] | None,
+    ) -> Windows:
+        if trace_every is not None:
+            if isinstance(trace_every, bool) or not isinstance(trace_every, int):
+                raise TypeError(f'trace_every is {trace_every!r}; it must be None or a Python int.')
+            if trace_every < 1:
+                raise ValueError(f'trace_every is {trace_every}; it must be at least 1.')
+        budget = self.resolved_budget if memory_budget is None else parse_bytes(memory_budget)
+        return Windows(trace_every, trace == 'fresh', budget, bar)
 
     def _call_once(self, step_fn: Callable[..., Any], slices: Any) -> Any:
         before = self.calls
@@ -488,6 +529,13 @@ def _common_length(sequences: tuple[PyTree, ...]) -> int:
             'of at least one step.'
         )
     return shapes[0][0]
+
+
+def _cut(tree: PyTree, start: Any, steps: int) -> PyTree:
+    """Some steps of sequences; the sequences themselves if those are all."""
+    if isinstance(start, int):
+        return jax.tree.map(lambda a: a[start : start + steps], tree)
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, steps), tree)
 
 
 def _in_chunks(tree: PyTree, chunk: int | None) -> PyTree:

@@ -1,6 +1,7 @@
 """A compiled graph, told to a person."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 import brainstate
@@ -27,6 +28,8 @@ class CompilationReport:
     ----------
     graph : ETraceGraph
         The compiled graph.
+    more : dict, optional
+        Further sections, by title: lines of text.
 
     Examples
     --------
@@ -41,8 +44,9 @@ class CompilationReport:
     [(('Wr', 'weight'), 'relation_excluded_weight_to_weight')]
     """
 
-    def __init__(self, graph: ETraceGraph) -> None:
+    def __init__(self, graph: ETraceGraph, more: Mapping[str, Sequence[str]] | None = None) -> None:
         self._graph = graph
+        self._more = dict(more or {})
 
     @property
     def graph(self) -> ETraceGraph:
@@ -118,6 +122,7 @@ class CompilationReport:
                 [self._describe_excluded(path, why) for path, why in self.excluded_weights],
             ),
         ]
+        sections += [(title, list(lines)) for title, lines in self._more.items()]
         if level == 2:
             worrying = (DiagnosticLevel.WARNING, DiagnosticLevel.ERROR)
             notes = [f'[{r.level}] {r.message}' for r in self.diagnostics if r.level in worrying]

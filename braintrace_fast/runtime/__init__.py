@@ -6,6 +6,7 @@ from .factors import Factors, Signals, StepRunner
 from .gradient import GradientSum
 from .input_data import MultiStepData, SingleStepData
 from .materialized import MaterializedEngine
+from .planner import Plan
 
 __all__ = [
     'ETraceGraphExecutor',
@@ -15,6 +16,7 @@ __all__ = [
     'GradientSum',
     'MaterializedEngine',
     'MultiStepData',
+    'Plan',
     'Signals',
     'SingleStepData',
     'StepRunner',

@@ -33,7 +33,7 @@ from .._compat import (
 from .._typing import PyTree
 from ..compiler.control_flow import ControlFlowPolicy, flatten
 
-__all__ = ['loop', 'stateful_loop']
+__all__ = ['StatefulLoop', 'loop']
 
 CHEAP = frozenset(
     """
@@ -88,59 +88,108 @@ def loop(
     """
     carry = jax.tree.map(_as_array, carry)
     xs = jax.tree.map(_as_array, xs)
-    step = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
-    closed, shapes = jax.make_jaxpr(body, return_shape=True)(carry, step)
-    flat_carry, carry_tree = jax.tree.flatten(carry)
-    sizes = [len(jax.tree.leaves(part)) for part in shapes]
-    show = None
-    if progress is not None:
-        tree = jax.tree.structure(shapes[1])
-        show = lambda i, ys: progress(i, jax.tree.unflatten(tree, ys))  # noqa: E731
-    parts = _Parts(flatten(closed, OPAQUE), sizes, show)
-    last, ys, sums = parts.run(flat_carry, jax.tree.leaves(xs))
-    return (
-        jax.tree.unflatten(carry_tree, last),
-        jax.tree.unflatten(jax.tree.structure(shapes[1]), ys),
-        jax.tree.unflatten(jax.tree.structure(shapes[2]), sums),
-    )
+    return _Loop(body, carry, _slices(xs), progress is not None).run(carry, xs, progress)
 
 
-def stateful_loop(
-    step: Callable[..., tuple[PyTree, PyTree]],
-    xs: Sequence[PyTree],
-    progress: Progress | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Run a function of brainstate states over the leading axis of its arguments.
+class _Loop:
+    """A body that is traced once, to be run over sequences of any length."""
+
+    def __init__(
+        self,
+        body: Callable[[PyTree, PyTree], Any],
+        carry: PyTree,
+        step: PyTree,
+        shows: bool = False,
+    ) -> None:
+        closed, self.shapes = jax.make_jaxpr(body, return_shape=True)(carry, step)
+        sizes = [len(jax.tree.leaves(part)) for part in self.shapes]
+        self.parts = _Parts(flatten(closed, OPAQUE), sizes, shows)
+
+    def run(
+        self, carry: PyTree, xs: PyTree, progress: Progress | None = None
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        flat_carry, carry_tree = jax.tree.flatten(carry)
+        _, ys_tree, sums_tree = map(jax.tree.structure, self.shapes)
+
+        def show(step: jax.Array, ys: list[jax.Array]) -> None:
+            if progress is not None:
+                progress(step, jax.tree.unflatten(ys_tree, ys))
+
+        last, ys, sums = self.parts.run(flat_carry, jax.tree.leaves(xs), show)
+        return (
+            jax.tree.unflatten(carry_tree, last),
+            jax.tree.unflatten(ys_tree, ys),
+            jax.tree.unflatten(sums_tree, sums),
+        )
+
+
+class StatefulLoop:
+    """A function of brainstate states, traced once, to be run over sequences of any length.
 
     Parameters
     ----------
     step : callable
         ``(*slices) -> (ys, terms)``; it may read and write states.
     xs : sequence of PyTree
-        The arguments, with a common leading axis.
-    progress : callable, optional
-        As in :func:`loop`.
+        Arguments with a common leading axis; only their shapes are looked at.
+    shows : bool
+        Whether calls may show progress, so that ``ys`` are computed in order.
 
-    Returns
-    -------
-    tuple
-        The stacked ``ys``, and the sums of the ``terms``.
+    Examples
+    --------
+    >>> import brainstate, jax.numpy as jnp
+    >>> from braintrace_fast.runtime.fission import StatefulLoop
+    >>> count = brainstate.ShortTermState(jnp.zeros(()))
+    >>> def step(x):
+    ...     count.value = count.value + 1
+    ...     return count.value * x, x
+    >>> loop = StatefulLoop(step, (jnp.ones(3),))
+    >>> ys, total = loop((jnp.ones(4),))
+    >>> ys.tolist(), float(total), float(count.value)
+    ([1.0, 2.0, 3.0, 4.0], 4.0, 4.0)
     """
-    slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tuple(xs))
-    function = brainstate.transform.StatefulFunction(
-        step, name='window', return_only_write=False
-    ).make_jaxpr(*slices)
-    touched = function.get_state_trace(*slices)
 
-    def body(values: Any, x: Any) -> Any:
-        values, (ys, terms) = function.jaxpr_call(values, *x)
-        return values, ys, terms
+    def __init__(
+        self,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        xs: Sequence[PyTree],
+        shows: bool = False,
+    ) -> None:
+        slices = _slices(tuple(xs))
+        function = brainstate.transform.StatefulFunction(
+            step, name='window', return_only_write=False
+        ).make_jaxpr(*slices)
+        self._touched = function.get_state_trace(*slices)
 
-    last, ys, sums = loop(body, [state.value for state in touched.states], tuple(xs), progress)
-    for state, value, written in zip(touched.states, last, touched.been_writen, strict=True):
-        if written:
-            state.value = value
-    return ys, sums
+        def body(values: Any, x: Any) -> Any:
+            values, (ys, terms) = function.jaxpr_call(values, *x)
+            return values, ys, terms
+
+        values = jax.tree.map(_as_array, [state.value for state in self._touched.states])
+        self._loop = _Loop(body, values, slices, shows)
+
+    @property
+    def ys(self) -> PyTree:
+        """The shapes of one step's ``ys``."""
+        return self._loop.shapes[1]
+
+    def __call__(
+        self, xs: Sequence[PyTree], progress: Progress | None = None
+    ) -> tuple[PyTree, PyTree]:
+        """Run over the leading axis of the arguments; ``progress`` as in :func:`loop`.
+
+        Returns
+        -------
+        tuple
+            The stacked ``ys``, and the sums of the ``terms``.
+        """
+        states = self._touched.states
+        values = jax.tree.map(_as_array, [state.value for state in states])
+        last, ys, sums = self._loop.run(values, jax.tree.map(_as_array, tuple(xs)), progress)
+        for state, value, written in zip(states, last, self._touched.been_writen, strict=True):
+            if written:
+                state.value = value
+        return ys, sums
 
 
 class _Parts:
@@ -150,9 +199,8 @@ class _Parts:
         self,
         closed: ClosedJaxpr,
         sizes: Sequence[int],
-        show: Callable[[jax.Array, list[jax.Array]], None] | None,
+        shows: bool,
     ) -> None:
-        self.show = show
         num_carry, num_ys, _ = sizes
         jaxpr, self.constants = open_jaxpr(closed)
         self.constvars = list(jaxpr.constvars)
@@ -177,7 +225,7 @@ class _Parts:
             else:
                 varying.append(eqn)
 
-        self.shown = [] if show is None else self.ys
+        self.shown = self.ys if shows else []
         results = [*(self.new[i] for i in self.moving), *self.shown]
         self.in_order = _needed_for(varying, results, set(), True)
         produced = {
@@ -194,7 +242,10 @@ class _Parts:
         return isinstance(v, Literal) or v in self.fixed
 
     def run(
-        self, carry: Sequence[jax.Array], xs: Sequence[jax.Array]
+        self,
+        carry: Sequence[jax.Array],
+        xs: Sequence[jax.Array],
+        show: Callable[[jax.Array, list[jax.Array]], None],
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         length = xs[0].shape[0]
         values = dict(zip((*self.constvars, *self.old), (*self.constants, *carry), strict=True))
@@ -208,8 +259,8 @@ class _Parts:
             inputs = [*fixed_vars, *moving_vars, *self.xs]
             found = _evaluate(self.in_order, inputs, outs, [*fixed, *moving, *x])
             end = len(moving) + len(self.kept)
-            if self.show is not None:
-                self.show(step, found[end:])
+            if self.shown:
+                show(step, found[end:])
             return (step + 1, found[: len(moving)]), found[len(moving) : end]
 
         def at_once(kept: Any, x: Any) -> Any:
@@ -304,3 +355,7 @@ def _inexact(v: Atom) -> bool:
 
 def _as_array(value: Any) -> jax.Array:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _slices(xs: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from braintrace_fast.runtime.fission import loop, stateful_loop
+from braintrace_fast.runtime.fission import StatefulLoop, loop
 
 
 def plain(body, carry, xs):
@@ -97,7 +97,7 @@ def test_states_are_read_and_written():
         state.value = jnp.tanh(x.sum(0) @ untouched.value + state.value)
         return state.value * 2, (state.value,)
 
-    ys, (total,) = stateful_loop(step, (XS,))
+    ys, (total,) = StatefulLoop(step, (XS,))((XS,))
     last = state.value
     state.value = jnp.zeros(4)
     expected = brainstate.transform.for_loop(lambda x: step(x)[0], XS)

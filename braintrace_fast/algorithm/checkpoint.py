@@ -1,0 +1,284 @@
+"""The whole state of a learner in a file of arrays and plain metadata.
+
+The file is an uncompressed ``.npz`` without pickled objects: the arrays ``0``, ``1``, ... and
+``meta``, JSON that says what each of them is.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import uuid
+import zipfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path as FilePath
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import saiunit as u
+
+from .._typing import PyTree
+from ..errors import CheckpointError
+
+__all__ = ['load', 'save']
+
+FORMAT = 'braintrace_fast learner'
+FORMAT_VERSION = 1
+NO_OPTIONS = ('self', 'model', 'name', 'backend', 'control_flow', 'memory_budget')
+"""Arguments of learners that a file need not agree with: they do not change what is stored."""
+
+States = dict[str, brainstate.State]
+
+
+def save(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> None:
+    """Write the state of a learner, all or nothing."""
+    arrays: dict[str, np.ndarray] = {}
+    described: dict[str, Any] = {}
+    for name, state in _states(learner, others).items():
+        leaves = {}
+        for key, leaf in _leaves(state.value).items():
+            place = str(len(arrays))
+            leaves[key] = {**_describe(leaf), 'array': place}
+            arrays[place] = _stored(leaf)
+        described[name] = leaves
+    meta = {
+        'format': FORMAT,
+        'format_version': FORMAT_VERSION,
+        'library_version': _library_version(),
+        'memory_budget': learner.resolved_budget,
+        **_rule(learner),
+        'states': described,
+    }
+    text = json.dumps(meta).encode('utf-8')
+    _write(FilePath(path), {'meta': np.frombuffer(text, np.uint8), **arrays})
+
+
+def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> None:
+    """Read the state of a learner; nothing changes unless all of it fits."""
+    meta, arrays = _read(FilePath(path))
+    states = _states(learner, others)
+    problems = _differences(learner, meta, states)
+    if problems:
+        shown = '\n'.join(f'- {problem}' for problem in problems[:20])
+        more = f'\n- and {len(problems) - 20} more' if len(problems) > 20 else ''
+        raise CheckpointError(
+            f'{path} holds the state of another learner. Nothing was changed.\n{shown}{more}'
+        )
+    values = {
+        name: _restored(state.value, meta['states'][name], arrays, path)
+        for name, state in states.items()
+    }
+    for name, state in states.items():
+        state.restore_value(values[name])
+    if learner.memory_budget is None:  # other windows would round otherwise
+        learner.resolved_budget = int(meta['memory_budget'])
+
+
+def _states(learner: Any, others: Mapping[str, Any]) -> States:
+    """All states by a name that is unique and does not depend on the run."""
+    model = {**learner.model.states(), **learner.graph_executor.states}
+    named = {_name('model', path): state for path, state in model.items()}
+    own = {id(state) for state in learner.own_states}
+    named |= {_name('learner', (k,)): s for k, s in vars(learner).items() if id(s) in own}
+    for key, other in others.items():
+        given = {(): other} if isinstance(other, brainstate.State) else _nested(other)
+        named |= {_name('others', (key, *path)): state for path, state in given.items()}
+    found: dict[int, None] = {}
+    return {
+        k: s for k, s in named.items() if id(s) not in found and not found.update({id(s): None})
+    }
+
+
+def _nested(other: Any) -> dict[tuple, brainstate.State]:
+    states: Any = other.states() if isinstance(other, brainstate.nn.Module) else other
+    flat, _ = jax.tree.flatten_with_path(
+        dict(states), is_leaf=lambda x: isinstance(x, brainstate.State)
+    )
+    wrong = {type(state).__name__ for _, state in flat if not isinstance(state, brainstate.State)}
+    if wrong:
+        raise TypeError(f'others has {sorted(wrong)}; expected states, modules or dicts of states.')
+    return {(jax.tree_util.keystr(path),): state for path, state in flat}
+
+
+def _name(kind: str, path: tuple) -> str:
+    return kind + ' ' + json.dumps([p if isinstance(p, int | str) else repr(p) for p in path])
+
+
+def _leaves(value: PyTree) -> dict[str, Any]:
+    flat, _ = jax.tree.flatten_with_path(value, is_leaf=_is_quantity)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+
+def _is_quantity(value: Any) -> bool:
+    return isinstance(value, u.Quantity)
+
+
+def _describe(leaf: Any) -> dict[str, Any]:
+    array = u.get_mantissa(leaf)
+    unit = u.get_unit(leaf)
+    found = {
+        'shape': list(jnp.shape(array)),
+        'dtype': str(jnp.result_type(array)),
+        'unit': '' if unit.is_unitless else str(unit),
+    }
+    if not unit.is_unitless:
+        found['scale'] = repr((unit.scale, unit.base, unit.factor))
+    return found
+
+
+def _is_key(array: Any) -> bool:
+    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _stored(leaf: Any) -> np.ndarray:
+    array = u.get_mantissa(leaf)
+    if isinstance(array, jax.core.Tracer):
+        raise ValueError('A learner cannot be saved inside jit or another transformation.')
+    stored = np.asarray(jax.random.key_data(array) if _is_key(array) else jnp.asarray(array))
+    if stored.dtype.kind not in 'biufc':  # bfloat16 and its like, which NumPy does not know
+        stored = stored.view(np.dtype(f'u{stored.dtype.itemsize}'))
+    return stored
+
+
+def _restored(value: PyTree, described: Any, arrays: Mapping[str, Any], path: Any) -> PyTree:
+    flat, tree = jax.tree.flatten_with_path(value, is_leaf=_is_quantity)
+    new = []
+    for key, leaf in flat:
+        entry = described[jax.tree_util.keystr(key)]
+        array = u.get_mantissa(leaf)
+        expected = _stored(leaf)
+        stored = arrays.get(entry['array'])
+        if stored is None or (stored.shape, stored.dtype) != (expected.shape, expected.dtype):
+            raise CheckpointError(f'{path} is damaged: array {entry["array"]} is not as described.')
+        if _is_key(array):
+            restored: Any = jax.random.wrap_key_data(stored, impl=jax.random.key_impl(array))
+        else:
+            restored = np.ascontiguousarray(stored).view(jnp.result_type(array))
+            restored = restored.reshape(expected.shape)
+        if isinstance(array, jax.Array):
+            restored = jax.device_put(restored, array.sharding)
+        elif not isinstance(array, np.ndarray):
+            restored = type(array)(restored.item())
+        new.append(u.Quantity(restored, unit=leaf.unit) if _is_quantity(leaf) else restored)
+    return jax.tree.unflatten(tree, new)
+
+
+def _rule(learner: Any) -> dict[str, Any]:
+    """The learning rule and its options, as text."""
+    names = inspect.signature(type(learner).__init__).parameters
+    options = {k: getattr(learner, k) for k in names if k not in NO_OPTIONS and hasattr(learner, k)}
+    options |= learner.resolved_options
+    plain = {k: _plain(value) for k, value in options.items()}
+    return {'algorithm': type(learner).__name__, 'options': plain}
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, type) and issubclass(value, np.generic):
+        return str(np.dtype(value))
+    if isinstance(value, np.dtype):
+        return str(value)
+    if isinstance(value, np.ndarray | jax.Array):
+        digest = hashlib.sha256(_stored(value).tobytes()).hexdigest()[:16]
+        return f'{value.dtype}{list(value.shape)} with digest {digest}'
+    if callable(value):
+        return getattr(value, '__qualname__', type(value).__qualname__)
+    text = repr(value)
+    return type(value).__qualname__ if ' at 0x' in text else text
+
+
+def _differences(learner: Any, meta: Mapping[str, Any], states: States) -> list[str]:
+    rule = _rule(learner)
+    problems = []
+    if meta['algorithm'] != rule['algorithm']:
+        problems.append(f'the algorithm is {meta["algorithm"]}, here {rule["algorithm"]}')
+    else:
+        for key in sorted({*meta['options'], *rule['options']}):
+            there, here = meta['options'].get(key), rule['options'].get(key)
+            if there != here:
+                problems.append(f'the option {key} is {there}, here {here}')
+    stored = meta['states']
+    problems += [f'the state {name} is missing' for name in states if name not in stored]
+    problems += [f'there is a state {name}, and none here' for name in stored if name not in states]
+    for name, state in states.items():
+        if name in stored:
+            problems += [f'{name}{text}' for text in _leaf_differences(state.value, stored[name])]
+    return problems
+
+
+def _leaf_differences(value: PyTree, stored: Mapping[str, Any]) -> list[str]:
+    here = {key: _describe(leaf) for key, leaf in _leaves(value).items()}
+    if here.keys() != stored.keys():
+        return [f' has the parts {sorted(stored)}, here {sorted(here)}']
+    found = []
+    for key, described in here.items():
+        there = {k: v for k, v in stored[key].items() if k != 'array'}
+        for what in ('shape', 'dtype', 'unit', 'scale'):
+            if there.get(what) != described.get(what):
+                found.append(f'{key}: the {what} is {there.get(what)}, here {described.get(what)}')
+    return found
+
+
+def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    try:
+        with open(path, 'rb') as handle:
+            file = np.load(handle, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise _unreadable(path)
+            with file:
+                arrays = {key: file[key] for key in file.files}
+        meta = json.loads(arrays.pop('meta').tobytes().decode('utf-8'))
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise _unreadable(path) from error
+    except (ValueError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise _unreadable(path) from error
+    if not isinstance(meta, dict) or meta.get('format') != FORMAT:
+        raise CheckpointError(f'{path} was not written by learner.save(path).')
+    if meta['format_version'] > FORMAT_VERSION:
+        raise CheckpointError(
+            f'{path} has format version {meta["format_version"]}, written by braintrace_fast '
+            f'{meta["library_version"]}; this is {_library_version()}, which reads up to '
+            f'{FORMAT_VERSION}. Install the newer library.'
+        )
+    return meta, arrays
+
+
+def _unreadable(path: FilePath) -> CheckpointError:
+    return CheckpointError(
+        f'{path} is truncated or damaged, or was not written by learner.save(path).'
+    )
+
+
+def _write(path: FilePath, arrays: Mapping[str, Any]) -> None:
+    """Write a file that is there in full or not at all."""
+    temporary = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
+    try:
+        with open(temporary, 'xb') as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # not all systems let a directory be synchronised
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _library_version() -> str:
+    try:
+        return version('braintrace-fast')
+    except PackageNotFoundError:
+        return 'unknown'

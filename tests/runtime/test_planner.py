@@ -1,0 +1,245 @@
+"""Windows are as long as the memory budget lets them be, by a count that XLA confirms."""
+
+import dataclasses
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace_fast as btf
+from braintrace_fast.runtime import planner
+from braintrace_fast.runtime.planner import Count, Plan, count_window, parse_bytes, split
+
+BATCH, N_IN, N = 8, 24, 64
+
+
+class Leaky(brainstate.nn.Module):
+    """Two state planes: the second reads the new value of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = btf.nn.Linear(N_IN + N, N)
+        self.readout = brainstate.nn.Linear(N, 3)
+
+    def init_state(self, batch_size=None, **_):
+        self.g = brainstate.HiddenState(jnp.zeros((batch_size, N)))
+        self.v = brainstate.HiddenState(jnp.zeros((batch_size, N)))
+
+    def update(self, x):
+        z = jnp.tanh(self.v.value)
+        self.g.value = 0.8 * self.g.value + self.layer(jnp.concatenate([x, z], axis=-1))
+        self.v.value = 0.9 * self.v.value + self.g.value - z
+        return self.readout(jnp.tanh(self.v.value))
+
+
+MODELS = {
+    'two planes': Leaky,
+    'gru': lambda: btf.nn.GRUCell(N_IN, N),
+    'lstm': lambda: btf.nn.LSTMCell(N_IN, N),
+    'rnn': lambda: btf.nn.ValinaRNNCell(N_IN, N, activation='tanh'),
+}
+RULES = {'d_rtrl': {}, 'pp_prop': {'decay_or_rank': 0.9}}
+
+
+def new_learner(model='two planes', rule='d_rtrl', **options):
+    example = jnp.ones((BATCH, N_IN))
+    return btf.compile(MODELS[model](), rule, example, batch_size=BATCH, **(RULES[rule] | options))
+
+
+def temporary_bytes(learner, length, **options):
+    """What XLA sets aside for a call of etrace_grad, besides its arguments and results."""
+
+    def run(xs):
+        return learner.etrace_grad(xs, step_fn=lambda x: (learner(x) ** 2).mean(), **options)
+
+    xs = jax.ShapeDtypeStruct((length, BATCH, N_IN), jnp.float32)
+    function = brainstate.transform.StatefulFunction(run, return_only_write=False).make_jaxpr(xs)
+    values = [state.value for state in function.get_state_trace(xs).states]
+    compiled = jax.jit(function.jaxpr_call).lower(values, xs).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize('model', MODELS)
+def test_the_compiled_program_stays_within_the_budget(model, rule):
+    """And takes a good part of it, so that windows are not needlessly short."""
+    learner = new_learner(model, rule)
+    least = counted(learner)
+    for steps in (5, 40):
+        budget = least.bytes(steps)
+        found = temporary_bytes(learner, 200, memory_budget=budget)
+        assert learner.plan.steps == steps and learner.plan.bytes == budget
+        assert budget / 6 < found <= budget
+
+
+def counted(learner):
+    temporary_bytes(learner, 1, memory_budget='1TB')
+    return learner.plan.count
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_memory_does_not_grow_with_the_sequence(rule):
+    learner = new_learner('two planes', rule)
+    budget = counted(learner).bytes(25)
+    lengths = (200, 1984, 1999, 2000)  # two of them need windows of two lengths
+    found = [temporary_bytes(learner, n, memory_budget=budget) for n in lengths]
+    assert max(found) <= budget
+    assert max(found) <= 1.05 * found[0]
+
+
+def test_fresh_sequences_in_one_window_need_no_trace():
+    learner = new_learner('gru')
+    temporary_bytes(learner, 30, memory_budget='1GB', trace='fresh')
+    without = learner.plan
+    assert without.windows == ((1, 30),) and 'no trace' in without.reason
+    temporary_bytes(learner, 30, memory_budget='1GB')
+    assert learner.plan.bytes > without.bytes
+    temporary_bytes(learner, 30, memory_budget=without.bytes, trace='fresh')
+    assert learner.plan.windows == ((1, 30),)
+    temporary_bytes(learner, 30, memory_budget=without.bytes - 1, trace='fresh')
+    assert len(learner.plan.windows) > 1 or learner.plan.windows[0][0] > 1
+
+
+def test_trace_every_overrides_the_budget():
+    learner = new_learner('rnn', memory_budget=1)
+    xs = jnp.ones((10, BATCH, N_IN))
+    learner.etrace_evolve(xs, trace_every=4)
+    assert learner.plan.windows == ((1, 4), (2, 3))
+    assert 'trace_every=4' in learner.report(1)
+
+
+def test_a_budget_that_is_too_small_gives_windows_of_one_step_and_says_so():
+    learner = new_learner('rnn', memory_budget=1)
+    learner.etrace_evolve(jnp.ones((3, BATCH, N_IN)))
+    assert learner.plan.windows == ((3, 1),)
+    assert 'not even one step fits' in learner.report(1)
+    assert 'MORE THAN the budget of 1 B' in learner.report(1)
+
+
+@pytest.mark.parametrize('budget', [1, '1MB', None])
+def test_the_budget_does_not_change_the_gradient(budget):
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(7, BATCH, N_IN)), jnp.float32)
+
+    def gradient(**options):
+        brainstate.random.seed(0)
+        learner = new_learner(**options)
+        return learner.etrace_grad(xs, step_fn=lambda x: (learner(x) ** 2).sum())
+
+    found, expected = gradient(memory_budget=budget), gradient(memory_budget='1TB')
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.any(b != 0)
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5 * np.abs(b).max())
+
+
+def test_the_report_explains_the_windows():
+    learner = new_learner(memory_budget='3MB')
+    assert 'Windows\n  none yet; a window may take 3.0 MB' in learner.report(1)
+    temporary_bytes(learner, 1000)
+    text = learner.report(1)
+    (count, steps), *_ = learner.plan.windows
+    assert f'1000 steps as {count} x {steps} steps: at most' in text
+    assert 'within the budget of 3.0 MB' in text
+    assert f'x {planner.show_bytes(4 * BATCH * (N_IN + N))}, f ' in text
+    assert f'the trace: {planner.show_bytes(2 * 4 * BATCH * (N_IN + N + 1) * N)}' in text
+
+
+def test_a_learner_without_windows_reports_none():
+    learner = new_learner('gru', vjp_method='multi-step')
+    assert 'Windows' not in learner.report(1)
+
+
+def test_windows_cover_the_sequence_and_differ_by_one_step_at_most():
+    for length in range(1, 60):
+        for steps in range(1, 70):
+            for even in (False, True):
+                windows = split(length, steps, even)
+                sizes = [size for _, size in windows]
+                assert sum(count * size for count, size in windows) == length
+                assert max(sizes) <= steps and max(sizes) - min(sizes) <= 1
+                fewest = -(-length // steps)
+                assert sum(count for count, _ in windows) <= planner.LATITUDE * fewest
+
+
+def test_a_count_says_how_many_steps_fit():
+    count = Count(fixed=100, per_step=7)
+    for budget in range(90, 200):
+        steps = count.steps(budget)
+        assert steps == 0 or count.bytes(steps) <= budget
+        assert count.bytes(steps + 1) > budget
+
+
+def test_what_is_computed_on_the_way_is_not_counted():
+    xs = jnp.ones((5, 10))
+    plain = count_window(lambda x: jnp.cumsum(x, 0), xs)  # the input, and the sums
+    fused = count_window(lambda x: jnp.cumsum(x, 0) * 2 + 1, xs)
+    assert plain == Count(0, 80) and fused == Count(0, 120)
+
+
+def test_counting_leaves_states_as_they_are():
+    state = brainstate.ShortTermState(jnp.zeros(3))
+
+    def window(x):
+        state.value = state.value + x.sum(0)
+        return x * 2
+
+    count_window(window, jnp.ones((4, 3)))
+    assert state.value.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ('text', 'number'),
+    [(5, 5), ('7B', 7), ('1kB', 1000), ('1 KiB', 1024), ('2.5mb', 2500000), ('1GiB', 2**30)],
+)
+def test_budgets_are_numbers_or_text(text, number):
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize(
+    ('budget', 'error'),
+    [('a lot', ValueError), ('5', ValueError), (0, ValueError), ('0MB', ValueError)]
+    + [(-1, ValueError), (1.5, TypeError), (True, TypeError)],
+)
+def test_a_wrong_budget_is_refused(budget, error):
+    with pytest.raises(error, match='memory_budget'):
+        new_learner('rnn', memory_budget=budget)
+    learner = new_learner('rnn')
+    with pytest.raises(error, match='memory_budget'):
+        learner.etrace_evolve(jnp.ones((2, BATCH, N_IN)), memory_budget=budget)
+
+
+class Device:
+    platform = 'gpu'
+
+    def __init__(self, stats):
+        self.stats = stats
+
+    def memory_stats(self):
+        return self.stats
+
+
+@pytest.mark.parametrize(
+    ('stats', 'budget'),
+    [
+        ({'bytes_limit': 20 * 2**30, 'bytes_in_use': 2 * 2**30}, 4 * 2**30),
+        ({'bytes_limit': 8 * 2**30}, 2 * 2**30),
+        (None, planner.UNKNOWN),
+    ],
+)
+def test_the_default_budget_is_a_share_of_what_is_free(monkeypatch, stats, budget):
+    monkeypatch.setattr(jax, 'local_devices', lambda: [Device(stats)])
+    assert planner.default_budget() == budget
+
+
+def test_the_default_budget_of_a_processor():
+    budget = planner.default_budget()
+    assert budget >= 2**20 and budget & (budget - 1) == 0
+
+
+def test_a_plan_is_plain_data():
+    plan = Plan(((2, 5), (1, 4)), 'why', 100)
+    assert plan.steps == 5 and plan.bytes is None
+    assert dataclasses.replace(plan, budget=5).lines() == [
+        '14 steps as 2 x 5 steps and 1 x 4 steps: why'
+    ]
