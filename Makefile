@@ -1,6 +1,7 @@
 # Each target makes the environment it needs under .venv/; `make` alone lists the targets.
 
 WORKERS ?= 2
+MARKS ?= not slow
 ARGS ?=
 
 # The first interpreter of version $(1) on PATH or under pyenv, or nothing.
@@ -11,7 +12,7 @@ find-python = $(shell \
 			print(sys.executable)' 2>/dev/null && break; \
 	done)
 
-.PHONY: help demo bench test test-matrix lint format types wheel clean
+.PHONY: help demo bench test test-slow test-matrix lint format types wheel clean
 .PRECIOUS: .venv/%/.ready
 
 help: ## list the targets
@@ -31,9 +32,12 @@ test-matrix: ## repeat the suite on Python 3.13 with the newest JAX, where that 
 	@if [ -n "$(call find-python,3.13)" ]; then $(MAKE) --no-print-directory test-py313; \
 	else echo "==> test-matrix: skipped, no Python 3.13 on PATH or under pyenv"; fi
 
+test-slow: ## run the rest of the suite, which repeats slowly what `make test` does on fewer models
+	@$(MAKE) --no-print-directory test-py311 MARKS=slow
+
 test-%: .venv/%/.ready
-	@echo "==> test: pytest in .venv/$* on $(WORKERS) workers"
-	@JAX_PLATFORMS=cpu .venv/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@echo "==> test: pytest in .venv/$* on $(WORKERS) workers, tests that are $(MARKS)"
+	@JAX_PLATFORMS=cpu .venv/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" $(ARGS)
 
 lint: .venv/py311/.ready ## check style and format with ruff
 	@echo "==> lint: ruff check, ruff format --check"

@@ -12,6 +12,9 @@ import jax
 import pytest
 import saiunit as u
 
+# Tests compile thousands of small programs and run each a few times.
+jax.config.update('jax_disable_most_optimizations', True)
+
 # The first example of a property compiles; the context of `x64` is meant to span all examples.
 hypothesis.settings.register_profile(
     'suite',

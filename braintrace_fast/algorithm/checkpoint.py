@@ -29,8 +29,8 @@ __all__ = ['load', 'save']
 
 FORMAT = 'braintrace_fast learner'
 FORMAT_VERSION = 1
-NO_OPTIONS = ('self', 'model', 'name', 'backend', 'control_flow', 'memory_budget')
-"""Arguments of learners that a file need not agree with: they do not change what is stored."""
+NO_OPTIONS = ('self', 'model', 'name', 'backend', 'control_flow', 'memory_budget', 'modulator')
+"""Arguments of learners that a file need not agree with: they change nothing, or are states."""
 
 States = dict[str, brainstate.State]
 

@@ -128,6 +128,7 @@ def test_steps_and_windows_give_the_gradient_of_the_recurrence(rule, name, x64):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @every_rule
 @models('vanilla', 'lstm', 'gif_expon')
 def test_pieces_of_a_sequence(case, rule, x64):
@@ -154,6 +155,7 @@ def test_calls_without_a_gradient_advance_the_filter(case, x64):
     check(found, truth(learned, case, 'filter', slice(3, None)), rtol=1e-10)
 
 
+@pytest.mark.slow
 @every_rule
 @models('lstm', 'lif_expon')
 def test_float32_gives_the_recurrence_up_to_rounding(case, rule):

@@ -30,6 +30,18 @@ from tests.oracles import random_projection, step_function
 
 # By module: all tests of a model in a row, so that a worker compiles it once.
 every_model = pytest.mark.parametrize('case', MODELS.values(), ids=MODELS, scope='module')
+FAST = """
+    vanilla gru lstm lif_expon alif_expon gif_expon two_layers masked_weight output_reads_y
+    learned_leak hidden_group_state units while checkpoint cond drop_connect
+""".split()
+most_models_slowly = pytest.mark.parametrize(
+    'case',
+    [
+        pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow)
+        for name, case in MODELS.items()
+    ],
+    scope='module',
+)
 every_algorithm = pytest.mark.parametrize('algorithm', ALGORITHMS)
 
 
@@ -64,7 +76,7 @@ def test_one_step_from_a_zero_trace_gives_the_gradient_of_the_step(case, algorit
 
 
 @every_algorithm
-@every_model
+@most_models_slowly
 def test_one_step_in_float32_gives_the_gradient_of_the_step_up_to_rounding(case, algorithm):
     learned = learning(case, algorithm)
     x, true = gradient_of_step(case.name, 32)
@@ -78,7 +90,7 @@ def skip_if_positions_mix(case):
 
 
 @every_algorithm
-@every_model
+@most_models_slowly
 def test_a_sequence_gives_the_gradient_of_the_recurrence(case, algorithm, x64):
     skip_if_positions_mix(case)
     learned = learning(case, algorithm)
@@ -97,7 +109,7 @@ def test_a_sequence_in_float32_gives_the_recurrence_up_to_rounding(case, algorit
 
 
 @every_algorithm
-@every_model
+@most_models_slowly
 def test_windows_give_the_gradient_of_the_window_and_the_trace_before_it(case, algorithm, x64):
     skip_if_positions_mix(case)
     if case.forward_mode or (case.name == 'drop_connect' and algorithm == 'pp_prop'):
@@ -119,7 +131,7 @@ OWN_WEIGHTS = ('cond', 'switch', 'drop_connect')
 # brainstate finds the states of a mapped model by running it on zeros.
 @pytest.mark.filterwarnings('ignore:invalid value encountered in divide:RuntimeWarning')
 @every_algorithm
-@every_model
+@most_models_slowly
 def test_a_mapped_model_learns_as_one_written_for_a_batch(case, algorithm, x64):
     skip_if_positions_mix(case)
     if case.name in OWN_WEIGHTS:
