@@ -52,7 +52,7 @@ def test_windows_of_pp_prop_give_the_gradient_of_its_recurrence(case, x64):
     check(in_windows(learned, trace_every=3), recurrence_of(case, 'pp_prop'), rtol=1e-10)
 
 
-SOME = ('lstm', 'lif_expon', 'learned_leak', 'output_reads_y')
+SOME = ('lif_expon', 'learned_leak', 'output_reads_y')
 
 
 @every_algorithm
@@ -71,7 +71,7 @@ def test_a_window_leaves_the_trace_that_steps_leave(case, algorithm, every, x64)
 
 
 @every_algorithm
-@some_models('lstm', 'lif_expon')
+@some_models('vanilla', 'lif_expon')
 def test_evolved_then_differentiated(case, algorithm, x64):
     learned = learning(case, algorithm)
     learner, xs = learned.learner, learned.xs
@@ -88,7 +88,7 @@ def test_evolved_then_differentiated(case, algorithm, x64):
 
 
 @every_algorithm
-@some_models('lstm', 'lif_expon')
+@some_models('vanilla', 'lif_expon')
 def test_several_calls_give_the_gradient_of_one(case, algorithm, x64):
     learned = learning(case, algorithm)
     begin(learned)
@@ -104,7 +104,7 @@ def test_several_calls_give_the_gradient_of_one(case, algorithm, x64):
 
 
 @every_algorithm
-@some_models('lstm', 'lif_expon')
+@some_models('vanilla', 'lif_expon')
 @pytest.mark.parametrize('every', [None, 2])
 def test_fresh_sequences_know_nothing_of_those_before(case, algorithm, every, x64):
     learned = learning(case, algorithm)
