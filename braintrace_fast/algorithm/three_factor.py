@@ -51,6 +51,8 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         As for ``fast_solve``.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
+    memory_budget : int or str, optional
+        The bytes that windows may take, such as ``'256MB'``.
 
     Examples
     --------
@@ -78,9 +80,18 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         control_flow: ControlFlowPolicy | None = None,
         snap_max_jacobian_elements: int | None = None,
         backend: str = 'auto',
+        memory_budget: int | str | None = None,
     ) -> None:
         super().__init__(
-            model, name, vjp_method, fast_solve, trace_dtype, chunked_trace, control_flow, backend
+            model,
+            name,
+            vjp_method,
+            fast_solve,
+            trace_dtype,
+            chunked_trace,
+            control_flow,
+            backend,
+            memory_budget,
         )
         if vjp_method != 'single-step':
             raise ValueError(

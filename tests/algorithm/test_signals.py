@@ -382,3 +382,10 @@ def test_a_fixed_matrix():
         btf.FixedRandomFeedback(2, 3.5, KEY)
     with pytest.raises(ValueError, match='n_target'):
         btf.FixedRandomFeedback(0, 3, KEY)
+
+
+@pytest.mark.parametrize('name', ['eprop', 'three_factor'])
+def test_the_memory_of_windows_can_be_bounded(name):
+    cell = btf.nn.ValinaRNNCell(2, 4, activation='tanh')
+    learner = btf.compile(cell, name, jnp.ones(2), memory_budget='2kB')
+    assert learner.resolved_budget == 2000
