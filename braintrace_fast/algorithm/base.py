@@ -42,12 +42,12 @@ class Engine(Protocol):
         self,
         total: GradientSum,
         entry: Entry,
+        trace: Any,
         factors: Any,
         signals: Any,
-        params: Values,
         step: jax.Array,
     ) -> None:
-        """Add the gradient of a step, given the trace before it."""
+        """Add the gradient of a step, given the traces before and after it."""
 
     def entry_gradients(
         self, total: GradientSum, entry: Entry, signals: Any, step: jax.Array
@@ -61,9 +61,8 @@ class Engine(Protocol):
         factors: Any,
         signals: Any,
         step: jax.Array,
-        carry: bool,
     ) -> Any:
-        """Add the gradient of K steps at once, and carry the trace past them."""
+        """Add the gradient of K steps at once, and carry the trace, if there is one, past them."""
 
     def trace_of(self, trace: Any, relations: list[int]) -> Any:
         """The part of a trace that belongs to some relations, for people to look at."""
@@ -476,15 +475,23 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         ) -> Any:
             results, vjp, factors = runner.run_with_vjp(args, params, hidden, others)
             new_trace = engine.advance(entry, factors, params, t)
-            return (*results, new_trace), (modulator, vjp, factors, params, entry, t)
+            return (*results, new_trace), (
+                modulator,
+                vjp,
+                factors,
+                params,
+                entry,
+                new_trace,
+                t,
+            )
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            modulator, vjp, factors, params, entry, t = residuals
+            modulator, vjp, factors, params, entry, trace, t = residuals
             ct_args, ct_params, exact = runner.signals(vjp, cotangents[:3])
             signals = self.learning_signals(factors, exact, modulator)
             total = GradientSum(graph, params, ct_params)
             total.exchange(factors, exact.c, signals.c)
-            engine.gradients(total, entry, factors, signals, params, t)
+            engine.gradients(total, entry, trace, factors, signals, t)
             return None, ct_args, total.result(), None, None, None, None
 
         step.defvjp(forward, backward)
@@ -505,7 +512,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
             (hidden, others), (out, factors) = lax.scan(body, (hidden, others), sequences)
             if self._is_static():
-                return out, hidden, others, engine.window(None, entry, factors, None, t, True)
+                return out, hidden, others, engine.window(None, entry, factors, None, t)
 
             def advance(carry: Any, factors: Any) -> Any:
                 entry, t = carry

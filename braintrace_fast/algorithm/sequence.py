@@ -284,7 +284,7 @@ class SequenceDriverMixin:
             (outputs, (factors, signals)), grads = loop(inputs, show)
             params, _, _ = self.graph_executor.values()
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
-            trace = self.engine.window(traced, entry, factors, signals, index, entry is not None)
+            trace = self.engine.window(traced, entry, factors, signals, index)
             total = jax.tree.map(jnp.add, total, grads)
             gradients = traced.result()
             for place, path in places:  # a state may be named twice
@@ -310,7 +310,7 @@ class SequenceDriverMixin:
             inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
         ) -> Any:
             (outputs, factors), _ = loop(inputs, show)
-            trace = self.engine.window(None, entry, factors, None, index, entry is not None)
+            trace = self.engine.window(None, entry, factors, None, index)
             return total, trace, outputs
 
         parts = loop.ys[1]._asdict()

@@ -119,13 +119,13 @@ class FactorizedEngine:
         self,
         total: GradientSum,
         entry: Entry,
+        trace: Trace,
         factors: Factors,
         signals: Signals,
-        params: Values,
         step: jax.Array,
     ) -> None:
-        """Add the gradient of a step, given the trace before it."""
-        xs, fs = self.advance(entry, factors, params, step)
+        """Add the gradient of a step, given the traces before and after it."""
+        xs, fs = trace
         for r, relation in enumerate(self.relations):
             c = signals.c[r]
             smoothed: list[Plane] = []
@@ -134,17 +134,11 @@ class FactorizedEngine:
                 L = signals.L[group.index]
                 smoothed += map(times, fhat, L)
                 present += map(times, f, L)
-            signal, now = add(smoothed), add(present)
-            varying = factors.varying[r]
+            signal = add(smoothed)
             if signal is not None:
                 signal = sum_leading(signal / self.bias(step), c.ndim)
-                total.add_product(r, xs[r], signal, varying)
-            present_sum = None if now is None else sum_leading(now, c.ndim)
-            if relation.is_static:
-                rest = c if present_sum is None else c - present_sum
-                total.add_product(r, factors.x[r], rest)
-            elif present_sum is not None:  # reverse mode has counted c
-                total.add_product(r, factors.x[r], -present_sum, varying)
+                total.add_product(r, xs[r], signal, factors.varying[r])
+            total.add_present(r, factors, c, add(present))
         self._add_entry(total, entry, signals.R, step - 1, factors.varying)
 
     def entry_gradients(
@@ -183,7 +177,6 @@ class FactorizedEngine:
         factors: Factors,
         signals: Signals | None,
         step: jax.Array,
-        carry: bool,
     ) -> Trace | None:
         """Add the gradient of K steps at once, and carry the trace past them.
 
@@ -206,7 +199,7 @@ class FactorizedEngine:
                 self._add_window(
                     total, r, factors, signals, smoothed_x[r], smoothed_f[r], xs[r], fs[r], step
                 )
-        if not carry:
+        if entry is None:
             return None
         return jax.tree.map(lambda a: a[-1], (tuple(smoothed_x), tuple(map(tuple, smoothed_f))))
 

@@ -52,14 +52,14 @@ class FilteredEngine:
         self,
         total: GradientSum,
         entry: Entry,
+        trace: Trace,
         factors: Factors,
         signals: Signals,
-        params: Values,
         step: jax.Array,
     ) -> None:
-        """Add the gradient of a step, given the traces before it."""
+        """Add the gradient of a step, given the traces before and after it."""
         factors, signals = self._with_filter(factors), _read_filtered(signals)
-        self.engine.gradients(total, entry, factors, signals, params, step)
+        self.engine.gradients(total, entry, trace, factors, signals, step)
 
     def entry_gradients(
         self,
@@ -78,7 +78,6 @@ class FilteredEngine:
         factors: Factors,
         signals: Signals | None,
         step: jax.Array,
-        carry: bool,
     ) -> Trace | None:
         """Add the gradient of K steps at once, and carry the traces past them.
 
@@ -86,7 +85,7 @@ class FilteredEngine:
         """
         factors = self._with_filter(factors)
         signals = None if signals is None else _read_filtered(signals)
-        return self.engine.window(total, entry, factors, signals, step, carry)
+        return self.engine.window(total, entry, factors, signals, step)
 
     def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
         """The traces of some relations, by relation and group; filtered planes come second."""
