@@ -2,7 +2,8 @@
 
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -11,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._compat import source_line
 from .._typing import Path
 from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph
+from ..compiler.control_flow import has_while
 from ..compiler.transition import Plane
 from ..errors import NotSupportedError
 from ..kernels import dispatch
@@ -606,7 +609,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             vjp, params, entry, t = residuals
-            ct_args, ct_params, ct_hidden = vjp(cotangents[:3])
+            with _named_loops(graph):
+                ct_args, ct_params, ct_hidden = vjp(cotangents[:3])
             total = GradientSum(graph, params, ct_params)
             planes = self.entry_signals(runner.entry_planes(ct_hidden))
             engine.entry_gradients(total, entry, planes, t - 1)
@@ -614,6 +618,22 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         window.defvjp(forward, backward)
         return window(*inputs)
+
+
+@contextmanager
+def _named_loops(graph: ETraceGraph) -> Iterator[None]:
+    """Say where the while loop is that JAX cannot differentiate in reverse."""
+    try:
+        yield
+    except ValueError as error:
+        loops = [source_line(eqn) for eqn in graph.module_info.jaxpr.eqns if has_while(eqn)]
+        if not loops or 'Reverse-mode differentiation' not in str(error):
+            raise
+        raise NotSupportedError(
+            f'{", ".join(loops)}: the loss reads a while loop, which the gradient of a window '
+            "would have to differentiate in reverse. Use vjp_method='single-step', or lax.scan or "
+            'lax.fori_loop with a fixed number of steps.'
+        ) from error
 
 
 def _window_length(args: tuple[Any, ...]) -> int:

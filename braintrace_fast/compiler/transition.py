@@ -131,7 +131,7 @@ def build_transition(
         ),
         pattern=tuple(map(tuple, pattern)),
         shared=tuple(shared),
-        forward_only=any(is_forward_only(row.jaxpr) for row in rows),
+        forward_only=any(row.forward_only for row in rows),
     )
 
 
