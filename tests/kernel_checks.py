@@ -1,5 +1,7 @@
 """What tests of kernels share: an exact reference, comparison with it, and lowering."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,9 +37,15 @@ def lowered(f, *operands, platform, **axes):
     """The module for a platform that is not here, under a mesh of the given sizes of axes."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), operands)
     axes = axes or {'device': 1}
-    device = GPU if platform == 'cuda' else None  # from jax 0.11 on Triton's lowering asks for it
-    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    mesh = jax.sharding.AbstractMesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+        abstract_device=GPU if platform == 'cuda' else None,  # jax 0.12 asks for it
+    )
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        # jax 0.12 announces the end of Pallas for Triton, and ships it.
+        warnings.filterwarnings('ignore', 'The Pallas Triton backend', DeprecationWarning)
         return jax.jit(f).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..scan import mosaic
-from .operands import Planes, as_scan, mixed
+from ..scan.window import mixed
+from .operands import Planes, as_scan
 from .reference import Adjoint
 
 __all__ = ['adjoint_scan', 'supports']

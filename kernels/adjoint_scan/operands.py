@@ -8,7 +8,7 @@ from ..planes import Plane
 from ..scan.window import Scan
 from .reference import recurrence
 
-__all__ = ['Planes', 'as_scan', 'mixed']
+__all__ = ['Planes', 'as_scan']
 
 Planes = Sequence[Plane]
 
@@ -20,9 +20,3 @@ def as_scan(
     body, start = recurrence(D, L, R, carry)
     xs = (D, f, L, R)
     return Scan('adjoint_scan', body, start, xs, jax.tree.leaves(xs)[0].dtype, reverse=True)
-
-
-def mixed(*planes: object) -> str | None:
-    """Why planes of several dtypes have no kernel."""
-    dtypes = sorted({str(plane.dtype) for plane in jax.tree.leaves(planes)})
-    return f'the planes are of {" and ".join(dtypes)}, expected one dtype' if dtypes[1:] else None

@@ -6,7 +6,8 @@ The layouts and the tile are those of :mod:`braintrace_fast.kernels.scan.triton`
 from collections.abc import Sequence
 
 from ..scan import triton
-from .operands import Planes, as_scan, mixed
+from ..scan.window import mixed
+from .operands import Planes, as_scan
 from .reference import Adjoint
 
 __all__ = ['adjoint_scan', 'supports']

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import tree
 from jax.extend.core import Literal
 
-__all__ = ['Scan', 'Window', 'reason', 'window']
+__all__ = ['Scan', 'Window', 'mixed', 'reason', 'window']
 
 FLOATS = (jnp.dtype('float32'), jnp.dtype('bfloat16'))
 
@@ -148,3 +148,9 @@ def reason(scan: Scan, most: int) -> str | None:
     if planes > most:
         return f'it takes {planes} planes per position, and a kernel holds {most}'
     return None
+
+
+def mixed(*planes: Any) -> str | None:
+    """Why planes of several dtypes have no kernel."""
+    dtypes = sorted({str(plane.dtype) for plane in tree.leaves(planes)})
+    return f'the planes are of {" and ".join(dtypes)}, expected one dtype' if dtypes[1:] else None
