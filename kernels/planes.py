@@ -1,10 +1,26 @@
 """Arithmetic on planes, of which some are structurally zero."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-__all__ = ['Plane', 'add', 'closure', 'times']
+__all__ = [
+    'Plane',
+    'PyTree',
+    'add',
+    'add_trees',
+    'after',
+    'check_planes',
+    'closure',
+    'read_trace',
+    'times',
+    'update_order',
+]
+
+PyTree = Any
 
 Plane = jax.Array | None
 """An array, or ``None`` where it is structurally zero: it is neither stored nor multiplied."""
@@ -34,3 +50,68 @@ def closure(pattern: Sequence[Sequence[bool]]) -> list[list[bool]]:
             for s in size
         ]
     return reached
+
+
+def check_planes(op: str, size: int, **given: Sequence[Any] | None) -> None:
+    """Refuse operands of an op that have another number of planes than its group."""
+    for name, planes in given.items():
+        if planes is not None and len(planes) != size:
+            raise ValueError(f'{op}: {name} has {len(planes)} planes, expected {size}.')
+
+
+def update_order(pattern: Sequence[Sequence[bool]]) -> list[int]:
+    """An order in which planes can be overwritten: each before those whose old value it reads.
+
+    Planes that read each other come last, as they stand: no order serves them.
+
+    Examples
+    --------
+    >>> from braintrace_fast.kernels.planes import update_order
+    >>> update_order([[True, False], [True, True]])
+    [1, 0]
+    """
+    left = list(range(len(pattern)))
+    order: list[int] = []
+    while left:
+        free = [q for q in left if not any(pattern[s][q] for s in left if s != q)]
+        order += free or left
+        left = [q for q in left if q not in order]
+    return order
+
+
+def after(plane: Plane, done: PyTree) -> Plane:
+    """The same plane, which on a CPU is not known before ``done`` is.
+
+    XLA for CPUs updates an array in place only if all that reads its old value is bound to run
+    before; what is not bound costs a copy of the array. Elsewhere, a fusion of all readers does
+    better, and this does nothing.
+    """
+    if plane is None:
+        return None
+    for leaf in jax.tree.leaves(done):
+        if leaf.size:
+            first = leaf[(0,) * leaf.ndim]
+            plane = lax.platform_dependent(plane, first, cpu=_bound, default=_free)
+    return plane
+
+
+def _bound(plane: jax.Array, first: jax.Array) -> jax.Array:
+    return plane + (first > jnp.inf).astype(plane.dtype)  # false for any number
+
+
+def _free(plane: jax.Array, first: jax.Array) -> jax.Array:
+    return plane
+
+
+def add_trees(parts: Sequence[PyTree], like: PyTree = None) -> PyTree:
+    """The sum of trees of arrays, in the types of another; None if there are none."""
+    if not parts:
+        return None
+    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts)
+    return total if like is None else jax.tree.map(lambda a, b: a.astype(b.dtype), total, like)
+
+
+def read_trace(rules: Any, signal: Sequence[Plane] | None, trace: Sequence[Any]) -> PyTree:
+    """``sum_q signal[q] . trace[q]``, shaped like the weights; None if nothing is read."""
+    pairs = zip(signal or [None] * len(trace), trace, strict=True)
+    return add_trees([rules.contract(p, e) for p, e in pairs if p is not None and e is not None])

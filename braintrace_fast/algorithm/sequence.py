@@ -284,7 +284,7 @@ class SequenceDriverMixin:
             (outputs, (factors, signals)), grads = loop(inputs, show)
             params, _, _ = self.graph_executor.values()
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
-            trace = self.engine.window(traced, entry, factors, signals, index, entry is not None)
+            trace = self.engine.window(traced, entry, factors, signals, index)
             total = jax.tree.map(jnp.add, total, grads)
             gradients = traced.result()
             for place, path in places:  # a state may be named twice
@@ -310,7 +310,7 @@ class SequenceDriverMixin:
             inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
         ) -> Any:
             (outputs, factors), _ = loop(inputs, show)
-            trace = self.engine.window(None, entry, factors, None, index, entry is not None)
+            trace = self.engine.window(None, entry, factors, None, index)
             return total, trace, outputs
 
         parts = loop.ys[1]._asdict()
@@ -510,6 +510,15 @@ def _check_weights(weights: Any) -> dict[Any, brainstate.State]:
     }
     if wrong:
         raise TypeError(f'weights has {wrong}, expected a ParamState for every key, not its value.')
+    for key, state in weights.items():
+        types = map(jnp.result_type, jax.tree.leaves(state.value))
+        fixed = [str(dtype) for dtype in types if not jnp.issubdtype(dtype, jnp.inexact)]
+        if fixed:
+            raise TypeError(
+                f'The ParamState at {key} holds {", ".join(fixed)}, by which nothing can be '
+                'differentiated. Keep such values in a plain attribute of the module, or leave '
+                'the state out: weights={path: state, ...}.'
+            )
     return dict(weights)
 
 

@@ -94,7 +94,7 @@ matmul_p = register_primitive(
     batched=True,
     trainable_invars_fn=_trainable_invars,
     weight_vjp=_weight_vjp,
-    trace_rules=TraceRules(_outer, _outer_sum, _decay, _contract),
+    trace_rules=TraceRules(_outer, _outer_sum, _decay, _contract, is_outer=True),
 )
 
 

@@ -46,6 +46,10 @@ class TraceRules:
         ``(plane, trace, **params) -> trace``.
     contract : Callable
         ``(plane, trace, **params) -> weights``, arrays shaped like the weights.
+    is_outer : bool
+        Whether ``x`` and plane have the same leading axes, the trace of ``'weight'`` is the outer
+        product of their last ones, and every other entry of the trace is the plane itself: that
+        is what kernels are made for.
 
     Notes
     -----
@@ -56,6 +60,7 @@ class TraceRules:
     outer_sum: Callable[..., Weights]
     decay: Callable[..., Weights]
     contract: Callable[..., Weights]
+    is_outer: bool = False
 
 
 class ETPPrimitive(Primitive):

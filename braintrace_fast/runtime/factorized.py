@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
 from ..errors import NotSupportedError
+from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.factored_trace import factored_trace, smooth
 from ..kernels.planes import add, times
 from .factors import (
@@ -48,6 +49,8 @@ class FactorizedEngine:
         ``a_x`` and ``a_f``.
     windows : bool
         Whether the gradient of windows is asked for.
+    backend : Backend
+        What to run kernels with.
 
     Raises
     ------
@@ -56,9 +59,14 @@ class FactorizedEngine:
     """
 
     def __init__(
-        self, graph: ETraceGraph, decay: tuple[float, float], windows: bool = False
+        self,
+        graph: ETraceGraph,
+        decay: tuple[float, float],
+        windows: bool = False,
+        backend: Backend = PLAIN,
     ) -> None:
         self.graph = graph
+        self.backend = backend
         self.decay_x, self.decay_f = decay
         self.relations = list(graph.hidden_param_op_relations)
         perturb = graph.exit_perturb
@@ -119,13 +127,13 @@ class FactorizedEngine:
         self,
         total: GradientSum,
         entry: Entry,
+        trace: Trace,
         factors: Factors,
         signals: Signals,
-        params: Values,
         step: jax.Array,
     ) -> None:
-        """Add the gradient of a step, given the trace before it."""
-        xs, fs = self.advance(entry, factors, params, step)
+        """Add the gradient of a step, given the traces before and after it."""
+        xs, fs = trace
         for r, relation in enumerate(self.relations):
             c = signals.c[r]
             smoothed: list[Plane] = []
@@ -134,17 +142,11 @@ class FactorizedEngine:
                 L = signals.L[group.index]
                 smoothed += map(times, fhat, L)
                 present += map(times, f, L)
-            signal, now = add(smoothed), add(present)
-            varying = factors.varying[r]
+            signal = add(smoothed)
             if signal is not None:
                 signal = sum_leading(signal / self.bias(step), c.ndim)
-                total.add_product(r, xs[r], signal, varying)
-            present_sum = None if now is None else sum_leading(now, c.ndim)
-            if relation.is_static:
-                rest = c if present_sum is None else c - present_sum
-                total.add_product(r, factors.x[r], rest)
-            elif present_sum is not None:  # reverse mode has counted c
-                total.add_product(r, factors.x[r], -present_sum, varying)
+                total.add_product(r, xs[r], signal, factors.varying[r])
+            total.add_present(r, factors, c, add(present))
         self._add_entry(total, entry, signals.R, step - 1, factors.varying)
 
     def entry_gradients(
@@ -183,7 +185,6 @@ class FactorizedEngine:
         factors: Factors,
         signals: Signals | None,
         step: jax.Array,
-        carry: bool,
     ) -> Trace | None:
         """Add the gradient of K steps at once, and carry the trace past them.
 
@@ -191,12 +192,14 @@ class FactorizedEngine:
         """
         xs, fs = self.init(first_step(factors)) if entry is None else _entered(entry)
         smoothed_x = [
-            None if x is None or start is None else smooth(x, start, self.decay_x)
+            None
+            if x is None or start is None
+            else smooth(x, start, self.decay_x, backend=self.backend)
             for x, start in zip(factors.x, xs, strict=True)
         ]
         smoothed_f = [
             [
-                factored_trace(factors.D[group.index], f, start, self.decay_f)
+                factored_trace(factors.D[group.index], f, start, self.decay_f, backend=self.backend)
                 for group, f, start in zip(relation.hidden_groups, factors.f[r], fs[r], strict=True)
             ]
             for r, relation in enumerate(self.relations)
@@ -206,7 +209,7 @@ class FactorizedEngine:
                 self._add_window(
                     total, r, factors, signals, smoothed_x[r], smoothed_f[r], xs[r], fs[r], step
                 )
-        if not carry:
+        if entry is None:
             return None
         return jax.tree.map(lambda a: a[-1], (tuple(smoothed_x), tuple(map(tuple, smoothed_f))))
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
+from ..kernels.dispatch import PLAIN, Backend
 from .factors import Entry, Factors, Signals, Values
 from .gradient import GradientSum
 from .materialized import MaterializedEngine, Trace
@@ -33,12 +34,20 @@ class FilteredEngine:
         How much of the filtered trace is kept from step to step.
     trace_dtype : dtype, optional
         The type in which traces are stored; that of the factors by default.
+    backend : Backend
+        What to run kernels with.
     """
 
-    def __init__(self, graph: ETraceGraph, kappa: float, trace_dtype: Any = None) -> None:
+    def __init__(
+        self,
+        graph: ETraceGraph,
+        kappa: float,
+        trace_dtype: Any = None,
+        backend: Backend = PLAIN,
+    ) -> None:
         self.graph = graph
         self.kappa = kappa
-        self.engine = MaterializedEngine(graph, trace_dtype, filtered=True)
+        self.engine = MaterializedEngine(graph, trace_dtype, filtered=True, backend=backend)
 
     def init(self, factors: Factors) -> Trace:
         """A zero trace, from factors or their shapes."""
@@ -52,14 +61,14 @@ class FilteredEngine:
         self,
         total: GradientSum,
         entry: Entry,
+        trace: Trace,
         factors: Factors,
         signals: Signals,
-        params: Values,
         step: jax.Array,
     ) -> None:
-        """Add the gradient of a step, given the traces before it."""
+        """Add the gradient of a step, given the traces before and after it."""
         factors, signals = self._with_filter(factors), _read_filtered(signals)
-        self.engine.gradients(total, entry, factors, signals, params, step)
+        self.engine.gradients(total, entry, trace, factors, signals, step)
 
     def entry_gradients(
         self,
@@ -78,7 +87,6 @@ class FilteredEngine:
         factors: Factors,
         signals: Signals | None,
         step: jax.Array,
-        carry: bool,
     ) -> Trace | None:
         """Add the gradient of K steps at once, and carry the traces past them.
 
@@ -86,7 +94,7 @@ class FilteredEngine:
         """
         factors = self._with_filter(factors)
         signals = None if signals is None else _read_filtered(signals)
-        return self.engine.window(total, entry, factors, signals, step, carry)
+        return self.engine.window(total, entry, factors, signals, step)
 
     def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
         """The traces of some relations, by relation and group; filtered planes come second."""

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ..compiler import ETraceGraph, HiddenParamOpRelation
-from .factors import Factors, Values
+from ..kernels.planes import Plane
+from .factors import Factors, Values, sum_leading
 
 __all__ = ['GradientSum', 'slopes_of']
 
@@ -32,11 +33,14 @@ class GradientSum:
         self._trees = {path: jax.tree.structure(value) for path, value in params.items()}
         self._leaves = {path: jax.tree.leaves(value) for path, value in start.items()}
 
-    def add_step(self, index: int, factors: Factors, cotangent: jax.Array) -> None:
-        """Add ``c (x) x``, or any cotangent of an op's output, with its input."""
-        relation = self._relations[index]
-        if relation.is_static:  # otherwise reverse mode has counted it
-            self.add_product(index, factors.x[index], cotangent)
+    def add_present(self, index: int, factors: Factors, c: jax.Array, in_trace: Plane) -> None:
+        """Add ``(c - in_trace) (x) x``: what a step adds besides what is read off its trace."""
+        counted = None if in_trace is None else sum_leading(in_trace, c.ndim)
+        x = factors.x[index]
+        if self._relations[index].is_static:
+            self.add_product(index, x, c if counted is None else c - counted)
+        elif counted is not None:  # reverse mode has counted c
+            self.add_product(index, x, -counted, factors.varying[index])
 
     def add_product(
         self,
@@ -76,9 +80,11 @@ class GradientSum:
                 change = replaced[index] - exact[index]
                 self.add_product(index, factors.x[index], change, factors.varying[index])
 
-    def add_past(self, index: int, grads: Mapping[str, jax.Array]) -> None:
+    def add_past(self, index: int, grads: Mapping[str, jax.Array] | None) -> None:
         """Add contracted traces: op coordinates if the weights are static, else parameters'."""
         relation = self._relations[index]
+        if grads is None:
+            return
         for key, way in relation.weight_ways.items():
             if way.is_static:
                 pulled = way.pull_back(leaves_of(self._params, way), grads[key])

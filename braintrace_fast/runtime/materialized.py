@@ -2,11 +2,13 @@
 
 e_t[s] = D_t[s,q] e_{t-1}[q] + f_t[s] (x) x_t
 g_t    = c_t (x) x_t + (L_t[s] D_t[s,q] + R_t[q]) e_{t-1}[q]
+       = (c_t - L_t[s] f_t[s]) (x) x_t + L_t[s] e_t[s] + R_t[q] e_{t-1}[q]
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,10 +17,12 @@ import jax.numpy as jnp
 from ..compiler import ETraceGraph, HiddenGroup, HiddenParamOpRelation
 from ..errors import NotSupportedError
 from ..kernels.adjoint_scan import adjoint_scan
-from ..kernels.planes import Plane, add, times
+from ..kernels.dispatch import PLAIN, Backend
+from ..kernels.planes import Plane, add, read_trace, times
 from ..kernels.trace_carry import trace_carry
+from ..kernels.trace_step import trace_step
 from ..op import TraceRules
-from .factors import Entry, Factors, Signals, Values, first_step, group_plane, sum_middle
+from .factors import Entry, Factors, Signals, Values, group_plane, sum_middle
 from .gradient import GradientSum, slopes_of
 
 __all__ = ['MaterializedEngine']
@@ -40,6 +44,8 @@ class MaterializedEngine:
         Whether the gradient of windows is asked for: it reads every plane at the window's entry.
     filtered : bool
         Whether every group has its planes a second time, filtered.
+    backend : Backend
+        What to run kernels with.
     """
 
     def __init__(
@@ -48,22 +54,23 @@ class MaterializedEngine:
         trace_dtype: Any = None,
         windows: bool = False,
         filtered: bool = False,
+        backend: Backend = PLAIN,
     ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
+        self.backend = backend
         self.relations = list(graph.hidden_param_op_relations)
-        self.kept = [
-            [kept_planes(graph, group.index, f, windows) for group, f in _reached(relation)]
-            for relation in self.relations
-        ]
-        if filtered:
-            self.kept = [
+        self.alive, self.kept = (
+            [
                 [
-                    planes + kept_planes(graph, group.index, f, windows=True)
-                    for planes, (group, f) in zip(kept, _reached(relation), strict=True)
+                    kept_planes(graph, group.index, f, every)
+                    + (kept_planes(graph, group.index, f, True) if filtered else [])
+                    for group, f in _reached(relation)
                 ]
-                for kept, relation in zip(self.kept, self.relations, strict=True)
+                for relation in self.relations
             ]
+            for every in (True, windows)
+        )
         for relation, kept in zip(self.relations, self.kept, strict=True):
             if relation.primitive.trace_rules is None:  # it may be learned in fresh windows
                 kept[:] = [[False] * len(planes) for planes in kept]
@@ -99,23 +106,16 @@ class MaterializedEngine:
     def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The trace after a step."""
         self._check_rules()
-        fresh = self._fresh(factors, params)
         new = []
         for r, relation in enumerate(self.relations):
-            rules, eqn_params = relation.primitive.trace_rules, relation.eqn_params
+            rules = bound_rules(relation, slopes_of(relation, params, factors.varying[r]))
             groups = []
-            for g, group in enumerate(relation.hidden_groups):
+            for group, f, old in zip(
+                relation.hidden_groups, factors.f[r], entry.trace[r], strict=True
+            ):
                 D = [list(map(entry.zero_or, row)) for row in factors.D[group.index]]
-                old = entry.trace[r][g]
-                planes = []
-                for s, kept in enumerate(self.kept[r][g]):
-                    parts = [fresh[r][g][s]] + [
-                        rules.decay(D[s][q], old[q], **eqn_params)
-                        for q in range(len(old))
-                        if kept and D[s][q] is not None and old[q] is not None
-                    ]
-                    planes.append(_sum(parts, self.trace_dtype) if kept else None)
-                groups.append(tuple(planes))
+                new_planes, _ = trace_step(rules, factors.x[r], D, f, old, backend=self.backend)
+                groups.append(new_planes)
             new.append(tuple(groups))
         return tuple(new)
 
@@ -123,22 +123,35 @@ class MaterializedEngine:
         self,
         total: GradientSum,
         entry: Entry,
+        trace: Trace,
         factors: Factors,
         signals: Signals,
-        params: Values,
         step: jax.Array,
     ) -> None:
-        """Add the gradient of a step, given the trace before it."""
-        for index, c in enumerate(signals.c):
-            total.add_step(index, factors, c)
-        past = [
-            [
-                add([signals.R[g][q]] + [times(L, D[s][q]) for s, L in enumerate(signals.L[g])])
-                for q in range(len(D))
-            ]
-            for g, D in enumerate(factors.D)
-        ]
-        self.entry_gradients(total, entry, past, step)
+        """Add the gradient of a step, given the traces before and after it.
+
+        It is read off the trace after the step, ``g = (c - L f) (x) x + L e_t``, so that the one
+        before can be overwritten; or off the one before, if that after lacks something.
+        """
+        for r, relation in enumerate(self.relations):
+            in_trace: list[Plane] = []
+            for place, group in enumerate(relation.hidden_groups):
+                L, R = signals.L[group.index], signals.R[group.index]
+                if self._is_whole(r, place, L, R):
+                    read = read_trace(bound_rules(relation), L, trace[r][place])
+                    in_trace += map(times, L, factors.f[r][place])
+                else:
+                    past = map(entry.zero_or, signals_before(factors.D[group.index], L, R))
+                    read = read_trace(bound_rules(relation), list(past), entry.trace[r][place])
+                total.add_past(r, read)
+            total.add_present(r, factors, signals.c[r], add(in_trace))
+
+    def _is_whole(self, r: int, place: int, L: Sequence[Plane], R: Sequence[Plane]) -> bool:
+        """Whether the trace after a step holds all that the loss of the step reads of the past."""
+        lacks = zip(L, self.alive[r][place], self.kept[r][place], strict=True)
+        return all(plane is None for plane in R) and not any(
+            plane is not None and alive and not kept for plane, alive, kept in lacks
+        )
 
     def entry_gradients(
         self,
@@ -150,15 +163,9 @@ class MaterializedEngine:
         """Add ``signals[g][q] . e[q]``, for cotangents of the states to which the trace belongs."""
         for r, relation in enumerate(self.relations):
             for place, group in enumerate(relation.hidden_groups):
-                self._add_entry(total, entry, r, place, signals[group.index])
-
-    def _add_entry(
-        self, total: GradientSum, entry: Entry, r: int, place: int, signals: Sequence[Plane]
-    ) -> None:
-        rules = bound_rules(self.relations[r])
-        for signal, plane in zip(map(entry.zero_or, signals), entry.trace[r][place], strict=True):
-            if signal is not None and plane is not None:
-                total.add_past(r, rules.contract(signal, plane))
+                planes = list(map(entry.zero_or, signals[group.index]))
+                read = read_trace(bound_rules(relation), planes, entry.trace[r][place])
+                total.add_past(r, read)
 
     def window(
         self,
@@ -167,18 +174,17 @@ class MaterializedEngine:
         factors: Factors,
         signals: Signals | None,
         step: jax.Array,
-        carry: bool,
     ) -> Trace | None:
         """Add the gradient of K steps at once, and carry the trace past them.
 
         ``factors`` and ``signals`` have a leading axis of steps; without ``signals`` there is no
-        gradient. ``entry`` is the trace before the first step, None for zeros. Returns the trace
-        after the last step, or None without ``carry``. All weights must be static.
+        gradient. ``entry`` is the trace before the first step; the one after the last is returned.
+        Without it, the trace is zero before and not wanted after. All weights must be static.
         """
-        if carry:
+        if entry is not None:
             self._check_rules()
         backs: list[list[Plane]] = [[] for _ in self.relations]
-        exits: list[list[tuple[Any, Any]]] = [[] for _ in self.relations]
+        new: list[list[Any]] = [[None] * len(r.hidden_groups) for r in self.relations]
         for group in self.graph.hidden_groups:
             feeding = [
                 (r, place)
@@ -193,40 +199,29 @@ class MaterializedEngine:
                 [factors.f[r][place] for r, place in feeding],
                 None if signals is None else signals.L[group.index],
                 None if signals is None else signals.R[group.index],
-                carry=carry,
+                carry=entry is not None,
+                backend=self.backend,
             )
             for k, (r, place) in enumerate(feeding):
                 backs[r].append(found.w[k])
-                if carry:
-                    exits[r].append((found.P, found.u[k]))
-                if total is not None and entry is not None:
-                    self._add_entry(total, entry, r, place, found.nu)
+                if entry is not None:
+                    new[r][place], read = trace_carry(
+                        bound_rules(self.relations[r]),
+                        factors.x[r],
+                        [list(map(entry.zero_or, row)) for row in found.P],
+                        found.u[k],
+                        entry.trace[r][place],
+                        list(map(entry.zero_or, found.nu)),
+                        backend=self.backend,
+                    )
+                    if total is not None:
+                        total.add_past(r, read)
         if total is not None and signals is not None:
             for r, c in enumerate(signals.c):
                 back = add(backs[r])
                 w = c if back is None else c + sum_middle(back, c.ndim)
                 total.add_product(r, factors.x[r], w, leading_axes=1)
-        if not carry:
-            return None
-        zeros = None
-        new = []
-        for r, relation in enumerate(self.relations):
-            rules = bound_rules(relation)
-            groups = []
-            for g, (P, u) in enumerate(exits[r]):
-                old = None
-                if entry is not None:
-                    old, P = entry.trace[r][g], [list(map(entry.zero_or, row)) for row in P]
-                planes = trace_carry(rules, factors.x[r], P, u, old, self.kept[r][g])
-                if any(k and p is None for k, p in zip(self.kept[r][g], planes, strict=True)):
-                    zeros = self.init(first_step(factors)) if zeros is None else zeros
-                    planes = tuple(
-                        z if k and p is None else p
-                        for k, p, z in zip(self.kept[r][g], planes, zeros[r][g], strict=True)
-                    )
-                groups.append(tuple(_sum([p], self.trace_dtype) if p else None for p in planes))
-            new.append(tuple(groups))
-        return tuple(new)
+        return None if entry is None else tuple(map(tuple, new))
 
     def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
         """The traces of some relations, by relation and group."""
@@ -236,33 +231,34 @@ class MaterializedEngine:
             for group, planes in zip(self.relations[r].hidden_groups, trace[r], strict=True)
         }
 
-    def _fresh(self, factors: Factors, params: Values) -> Trace:
-        """``f (x) x``, in the coordinates of the parameter where the weight varies in time."""
-        result = []
-        for r, relation in enumerate(self.relations):
-            rules, eqn_params = relation.primitive.trace_rules, relation.eqn_params
-            slopes = slopes_of(relation, params, factors.varying[r])
-            groups = []
-            for kept, f in zip(self.kept[r], factors.f[r], strict=True):
-                planes = []
-                for keep, plane in zip(kept, f, strict=True):
-                    outer = None
-                    if keep and plane is not None:
-                        outer = rules.outer(factors.x[r], plane, **eqn_params)
-                        outer = {
-                            k: outer[k] * slopes[k] if k in slopes else outer[k] for k in outer
-                        }
-                    planes.append(outer)
-                groups.append(tuple(planes))
-            result.append(tuple(groups))
-        return tuple(result)
+
+def signals_before(
+    D: Sequence[Sequence[Plane]], L: Sequence[Plane], R: Sequence[Plane]
+) -> list[Plane]:
+    """``L D + R``: what the loss of a step says of the states before it."""
+    return [add([R[q], *(times(L[s], row[q]) for s, row in enumerate(D))]) for q in range(len(D))]
 
 
-def bound_rules(relation: HiddenParamOpRelation) -> TraceRules:
-    """The trace rules of a relation's op, with the parameters of its equation."""
-    rules = dataclasses.asdict(relation.primitive.trace_rules)
-    return TraceRules(
-        **{name: functools.partial(rule, **relation.eqn_params) for name, rule in rules.items()}
+def bound_rules(
+    relation: HiddenParamOpRelation, slopes: Mapping[str, jax.Array] = MappingProxyType({})
+) -> TraceRules:
+    """The trace rules of a relation's op, with the parameters of its equation.
+
+    With ``slopes``, new traces are in the coordinates of the parameter, not of the op's weight.
+    """
+    rules, params = relation.primitive.trace_rules, relation.eqn_params
+
+    def outer(x: Any, plane: jax.Array) -> Any:
+        trace = rules.outer(x, plane, **params)
+        return {k: leaf * slopes[k] if k in slopes else leaf for k, leaf in trace.items()}
+
+    return dataclasses.replace(
+        rules,
+        outer=outer,
+        outer_sum=functools.partial(rules.outer_sum, **params),
+        decay=functools.partial(rules.decay, **params),
+        contract=functools.partial(rules.contract, **params),
+        is_outer=rules.is_outer and not slopes,
     )
 
 
@@ -293,9 +289,3 @@ def _both(a: bool, b: bool) -> bool:
 
 def _reached(relation: HiddenParamOpRelation) -> list[tuple[Any, Sequence[bool]]]:
     return list(zip(relation.hidden_groups, relation.f_patterns, strict=True))
-
-
-def _sum(parts: Sequence[Any], dtype: Any) -> Any:
-    trees = [part for part in parts if part is not None]
-    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
-    return total if dtype is None else jax.tree.map(lambda a: a.astype(dtype), total)

@@ -374,7 +374,7 @@ def _count(jaxpr: Jaxpr) -> Count:
     for v in own - results:
         ends[last[v]] = ends.get(last[v], 0) + _size(v).fixed
     for place, (eqn, _, writes) in enumerate(made):
-        inner = [_inner_count(open_jaxpr(sub)[0]) for sub in jaxprs_in_params(eqn.params)]
+        inner = [_inner_count(jaxpr) for jaxpr in _inside(eqn)]
         fixed += sum(_size(v).fixed for v in writes)
         fullest = max(fullest, fixed + max((count.fixed for count in inner), default=0))
         per_step += sum(_size(v).per_step for v in writes)
@@ -410,8 +410,42 @@ def _made(jaxpr: Jaxpr) -> tuple[list[tuple[JaxprEqn, set[Var], list[Var]]], set
         if name in VIEWS or _is_fused(name, readers.get(eqn.outvars[0], [])):
             behind[eqn.outvars[0]] = reads
         else:
-            made.append((eqn, reads, [v for v in eqn.outvars if v in readers]))
+            in_place = {v: o for v, o in _in_place(eqn).items() if len(readers.get(o, ())) == 1}
+            behind |= {v: arrays([operand]) for v, operand in in_place.items()}
+            written = [v for v in eqn.outvars if v in readers and v not in in_place]
+            made.append((eqn, reads, written))
     return made, arrays(jaxpr.outvars)
+
+
+def _inside(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs of an equation, of which one runs or all; only that of the platform if it asks."""
+    inner = [open_jaxpr(sub)[0] for sub in jaxprs_in_params(eqn.params)]
+    platforms = eqn.params.get('branches_platforms')
+    if platforms is None:
+        return inner
+    names = {'gpu': {'cuda', 'rocm', 'gpu'}}.get(backend := jax.default_backend(), {backend})
+    return [
+        next(j for j, own in zip(inner, platforms, strict=True) if own is None or names & {*own})
+    ]
+
+
+def _in_place(eqn: JaxprEqn) -> dict[Var, Var]:
+    """Results that take the memory of an operand, if nothing else reads the operand."""
+    operands: Sequence[Any] = ()
+    if eqn.primitive.name == 'dynamic_update_slice':
+        operands = eqn.invars[:1]
+    elif eqn.primitive.name == 'while':
+        operands = eqn.invars[eqn.params['cond_nconsts'] + eqn.params['body_nconsts'] :]
+    elif eqn.primitive.name == 'scan':
+        first, number = eqn.params['num_consts'], eqn.params['num_carry']
+        operands = eqn.invars[first : first + number]
+    elif eqn.params.get('branches_platforms') is not None:
+        (branch,) = _inside(eqn)
+        within = {v: o for inner in branch.eqns for v, o in _in_place(inner).items()}
+        outside = dict(zip(branch.invars, eqn.invars[1:], strict=True))
+        operands = [outside.get(within.get(v)) for v in branch.outvars]
+    taken = zip(eqn.outvars, operands, strict=False)  # a scan also has results that it stacks
+    return {v: operand for v, operand in taken if operand is not None and _is_var(operand)}
 
 
 def _is_fused(name: str, readers: Sequence[str]) -> bool:

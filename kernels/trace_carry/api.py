@@ -1,12 +1,15 @@
 """The checked entry point of ``trace_carry``."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from ..planes import Plane
-from . import reference
+from .. import dispatch
+from ..dispatch import PLAIN, Backend
+from ..planes import Plane, check_planes
+from ..trace_step import trace_step
 
 __all__ = ['trace_carry']
 
@@ -16,16 +19,18 @@ def trace_carry(
     x: jax.Array | None,
     P: Sequence[Sequence[Plane]],
     u: Sequence[Plane],
-    trace: Sequence[Any] | None,
-    kept: Sequence[bool],
-) -> tuple[Any, ...]:
-    """The trace of one op after a window of K steps.
+    trace: Sequence[Any],
+    signal: Sequence[Plane] | None = None,
+    *,
+    backend: Backend = PLAIN,
+) -> tuple[tuple[Any, ...], Any]:
+    """The trace of one op after a window of K steps, and what a signal reads of the one before.
 
-    ``e_K[s] = sum_q P[s][q] e_0[q] + sum_t u_t[s] (x) x_t``
+    ``e_K[s] = sum_q P[s][q] e_0[q] + sum_t u_t[s] (x) x_t`` and ``sum_q signal[q] . e_0[q]``
 
     Parameters
     ----------
-    rules : object with ``decay(plane, trace)`` and ``outer_sum(x, planes)``
+    rules : object with ``decay``, ``outer_sum`` and ``contract``
         The op's trace rules.
     x : array or None
         The op's inputs, of shape ``(K, ...)``; None for an op of weights alone.
@@ -33,17 +38,26 @@ def trace_carry(
         How the group's exit depends on its entry, as ``adjoint_scan`` gives it.
     u : sequence of array or None
         Per plane, how the exit depends on the op's output at each step.
-    trace : sequence, or None
-        The trace at the entry, per plane; None for a trace of zeros.
-    kept : sequence of bool
-        Which planes of the trace are kept.
+    trace : sequence
+        The trace at the entry, per plane; None for planes that are not kept.
+    signal : sequence of array or None, optional
+        What the loss says of the states at the entry, per plane.
+    backend : Backend
+        What to run it with.
 
     Returns
     -------
-    tuple
-        Per plane, the trace at the exit; None for planes that are not kept, or that stay zero.
+    trace : tuple
+        Per plane, the trace at the exit in the type of the old; None if it is not kept.
+    read : dict or None
+        What the signal reads, shaped like the weights; None if it reads nothing.
     """
-    for name, found in (('P', P), ('u', u), *([] if trace is None else [('trace', trace)])):
-        if len(found) != len(kept):
-            raise ValueError(f'trace_carry: {name} has {len(found)} planes, expected {len(kept)}.')
-    return reference.trace_carry(rules, x, P, u, trace, kept)
+    check_planes('trace_carry', len(trace), P=P, u=u, signal=signal)
+    if x is not None and len(x) == 1:
+        f = [None if p is None else p[0] for p in u]
+        return trace_step(rules, x[0], P, f, trace, signal, backend=backend)
+
+    def bind(function: Any) -> Any:
+        return functools.partial(function, rules)
+
+    return dispatch.run('trace_carry', backend, bind, x, P, u, trace, signal)

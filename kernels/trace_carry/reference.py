@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..planes import Plane
+from ..planes import Plane, add_trees, read_trace
 
 __all__ = ['trace_carry']
 
@@ -15,23 +15,19 @@ def trace_carry(
     x: jax.Array | None,
     P: Sequence[Sequence[Plane]],
     u: Sequence[Plane],
-    trace: Sequence[Any] | None,
-    kept: Sequence[bool],
-) -> tuple[Any, ...]:
+    trace: Sequence[Any],
+    signal: Sequence[Plane] | None,
+) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`."""
-    new = []
-    for s, keep in enumerate(kept):
-        parts = []
-        if keep and u[s] is not None:
-            parts.append(rules.outer_sum(x, u[s]))
-        if keep and trace is not None:
-            parts += [
-                rules.decay(P[s][q], old)
-                for q, old in enumerate(trace)
-                if old is not None and P[s][q] is not None
-            ]
-        total = None
-        if parts:
-            total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts)
-        new.append(total)
-    return tuple(new)
+
+    def new(s: int) -> Any:
+        fresh = [] if u[s] is None else [rules.outer_sum(x, u[s])]
+        decayed = [
+            rules.decay(plane, old)
+            for plane, old in zip(P[s], trace, strict=True)
+            if plane is not None and old is not None
+        ]
+        return add_trees([*fresh, *decayed], like=trace[s])
+
+    advanced = tuple(None if old is None else new(s) for s, old in enumerate(trace))
+    return advanced, read_trace(rules, signal, trace)

@@ -1,0 +1,59 @@
+"""The checked entry point of ``trace_step``."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .. import dispatch
+from ..dispatch import PLAIN, Backend
+from ..planes import Plane, check_planes
+
+__all__ = ['trace_step']
+
+
+def trace_step(
+    rules: Any,
+    x: jax.Array | None,
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Plane],
+    trace: Sequence[Any],
+    signal: Sequence[Plane] | None = None,
+    *,
+    backend: Backend = PLAIN,
+) -> tuple[tuple[Any, ...], Any]:
+    """The trace of one op after a step, and what a signal reads of the trace before.
+
+    ``e'[s] = sum_q D[s][q] e[q] + f[s] (x) x`` and ``sum_q signal[q] . e[q]``
+
+    Parameters
+    ----------
+    rules : object with ``outer(x, plane)``, ``decay(plane, trace)`` and ``contract(plane, trace)``
+        The op's trace rules.
+    x : array or None
+        The op's input; None for an op of weights alone.
+    D : sequence of sequence of array or None
+        ``D[s][q]``; None where it is structurally zero.
+    f : sequence of array or None
+        ``f[s]``, likewise.
+    trace : sequence
+        The trace before the step, per plane; None for planes that are not kept.
+    signal : sequence of array or None, optional
+        What the loss says of the states before the step, per plane.
+    backend : Backend
+        What to run it with.
+
+    Returns
+    -------
+    trace : tuple
+        Per plane, the trace after the step in the type of the old; None if it is not kept.
+    read : dict or None
+        What the signal reads, shaped like the weights; None if it reads nothing.
+    """
+    check_planes('trace_step', len(trace), D=D, f=f, signal=signal)
+
+    def bind(function: Any) -> Any:
+        return functools.partial(function, rules)
+
+    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal)

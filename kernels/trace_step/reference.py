@@ -1,0 +1,35 @@
+"""The definition of ``trace_step`` in plain JAX, which is also what runs without a kernel."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..planes import Plane, add_trees, after, read_trace, update_order
+
+__all__ = ['trace_step']
+
+
+def trace_step(
+    rules: Any,
+    x: jax.Array | None,
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Plane],
+    trace: Sequence[Any],
+    signal: Sequence[Plane] | None,
+) -> tuple[tuple[Any, ...], Any]:
+    """See :func:`braintrace_fast.kernels.trace_step.trace_step`."""
+    read = read_trace(rules, signal, trace)
+    done = [read]
+    new: list[Any] = [None] * len(trace)
+    for s in update_order([[plane is not None for plane in row] for row in D]):
+        if trace[s] is not None:
+            decayed = [
+                rules.decay(after(plane, done), old)
+                for plane, old in zip(D[s], trace, strict=True)
+                if plane is not None and old is not None
+            ]
+            fresh = [] if f[s] is None else [rules.outer(x, f[s])]
+            new[s] = add_trees([*fresh, *decayed], like=trace[s])
+            done.append(new[s])
+    return tuple(new), read
