@@ -113,7 +113,7 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 _function: Callable[..., Any]
-for _name, _function in {'heaviside': _heaviside, 'exprel': _exprel}.items():
+for _name, _function in {'heaviside_surrogate_gradient': _heaviside, 'exprel': _exprel}.items():
     register_expansion(_name, _function)
 for _name, _function in {'erf': _erf, 'round': _round}.items():
     register_expansion(_name, _function, ['triton'])

@@ -37,12 +37,15 @@ __all__ = ['StatefulLoop', 'loop']
 
 CHEAP = frozenset(
     """
-    abs add add_any and broadcast_in_dim clamp concatenate convert_element_type copy eq expand_dims
-    ge gt integer_pow iota is_finite le lt max min mul ne neg not or reshape select_n sign slice
-    square squeeze stop_gradient sub transpose xor
+    abs add add_any and broadcast_in_dim clamp concatenate convert_element_type copy div eq
+    expand_dims ge gt heaviside_surrogate_gradient integer_pow iota is_finite le lt max min mul ne
+    neg not or reshape rsqrt select_n sign slice sqrt square squeeze stop_gradient sub transpose xor
     """.split()
 )
-"""What is computed again rather than kept: one pass over its operands, which are kept anyway."""
+"""What is computed again rather than kept: one pass over its operands, which are kept anyway.
+
+Spikes are so for all neurons whose spike is read off a state; there is nothing to keep narrow.
+"""
 
 LINEAR = frozenset('neg transpose reshape reduce_sum squeeze copy broadcast_in_dim'.split())
 
