@@ -88,9 +88,10 @@ def test_what_no_result_needs_is_not_read():
 
 
 @pytest.mark.parametrize(
-    ('shape', 'steps', 'at_once'), [((9, 130), 7, 3), ((130,), 35, 16)], ids=['planes', 'rows']
+    ('shape', 'steps', 'at_once', 'dtype'),
+    [((9, 130), 7, 3, 'float32'), ((130,), 20, 8, 'float32'), ((130,), 35, 16, 'bfloat16')],
+    ids=['planes', 'rows', 'bfloat16 rows'],
 )
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_the_state_outlives_a_chunk(monkeypatch, capfd, shape, steps, at_once, dtype):
     monkeypatch.setattr(mosaic_scan, 'REGISTERS', 1)
     operands = planes(1, steps, shape, dtype=dtype)
@@ -99,8 +100,26 @@ def test_the_state_outlives_a_chunk(monkeypatch, capfd, shape, steps, at_once, d
     monkeypatch.setattr(mosaic_scan, 'BUFFERS', mosaic_scan.chunk_bytes(window, tile))
     assert mosaic_scan.choose_tile(window) == tile
     assert steps > 2 * at_once and steps % at_once and shape[-1] > tile.lanes
-    check(mosaic, *operands, carry=True, interpret=pltpu.InterpretParams(detect_races=True))
+    races = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+    check(mosaic, *operands, carry=True, interpret=races)
     assert 'RACE' not in capfd.readouterr().out
+
+
+def test_cells_that_write_one_block_are_caught(monkeypatch, capfd):
+    layout = mosaic_scan._layout
+
+    def overlapping(*arguments):
+        grid, (shape, edge), chunk = layout(*arguments)
+        return grid, (shape, pl.BlockSpec(edge.block_shape, lambda *cell: (0, 0, 0))), chunk
+
+    monkeypatch.setattr(mosaic_scan, '_layout', overlapping)
+    races = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+    try:
+        mosaic.adjoint_scan(*planes(1, 1, (16, 3)), True, interpret=races)
+        message = capfd.readouterr().out  # jax 0.12 raises what jax 0.10 prints
+    except Exception as error:
+        message = str(error)
+    assert 'race detected' in message.lower()
 
 
 def test_chunks_in_parallel_are_caught(monkeypatch):
