@@ -37,6 +37,13 @@ SHARE = 4
 UNKNOWN = 2**30
 """The default budget where no one says how much memory is free."""
 
+ENOUGH = 2**27
+"""What a window may grow to by its steps where it carries a trace: longer ones gain nothing, for
+the trace costs little by then, and lose what caches and reused memory give."""
+
+FEWEST = 64
+"""But a window has as many steps as this if they fit."""
+
 LATITUDE = 1.5
 """How many times more windows are taken if all then have the same length."""
 
@@ -181,15 +188,17 @@ def plan_windows(
         if count.steps(budget) >= length:
             return Plan(((1, length),), 'all fit, and need no trace', budget, count)
     count = count_window(window, inputs, *args)
-    steps = count.steps(budget)
-    windows = split(length, max(min(steps, length), 1), even=True)
-    if steps >= length:
+    fitting, enough = count.steps(budget), max(FEWEST, ENOUGH // max(count.per_step, 1))
+    steps = min(fitting, enough, length)
+    if steps == length:
         reason = 'all fit'
-    elif steps:
-        reason = f'at most {steps} steps fit'
+    elif steps == enough:
+        reason = f'more than {enough} steps gain nothing'
+    elif fitting:
+        reason = f'at most {fitting} steps fit'
     else:
         reason = 'not even one step fits'
-    return Plan(windows, reason, budget, count)
+    return Plan(split(length, max(steps, 1), even=True), reason, budget, count)
 
 
 def split(length: int, steps: int, even: bool = False) -> tuple[tuple[int, int], ...]:

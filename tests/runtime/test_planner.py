@@ -251,3 +251,17 @@ def test_a_plan_is_plain_data():
     assert dataclasses.replace(plan, budget=5).lines() == [
         '14 steps as 2 x 5 steps and 1 x 4 steps: why'
     ]
+
+
+@pytest.mark.parametrize(('floats', 'longest'), [(2**22, 64), (2**16, 256)])
+def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, longest):
+    """The steps of a window of 2**27 bytes, or 64 if that is more; a budget may be larger."""
+
+    def window(inputs, total, entry, index):
+        return total, entry, jnp.cumsum(inputs, axis=0)
+
+    inputs = jax.ShapeDtypeStruct((1000, floats), jnp.float32)
+    plan = plan_windows(window, inputs, (0.0, 0.0, 0), None, False, 2**40)
+    assert plan.count.per_step == 8 * floats
+    assert 32 <= plan.steps <= longest and 'gain nothing' in plan.reason
+    assert plan_windows(window, inputs, (0.0, 0.0, 0), None, True, 2**40).steps == 1000
