@@ -1,0 +1,54 @@
+"""What tests of kernels share: an exact reference, comparison with it, and lowering."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GPU = jax.sharding.AbstractDevice('NVIDIA H100 80GB HBM3', 132, 'gpu')
+CALLS = {'cuda': '__gpu$xla.gpu.triton', 'tpu': 'tpu_custom_call'}
+
+
+def exact(f, *operands):
+    """What ``f`` gives in float64 for the same values."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, 'float64')), operands)
+        return jax.tree.map(np.asarray, f(*wide))
+
+
+def assert_close(found, wanted, values):
+    """Structures, shapes and dtypes as ``wanted``; values as the exact ``values``.
+
+    The error allowed is the rounding of the result plus that of float32 at the scale of the plane,
+    so that a kernel that accumulates in bfloat16 fails.
+    """
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    leaves = [jax.tree.leaves(tree) for tree in (found, wanted, values)]
+    for a, b, value in zip(*leaves, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        scale = np.max(np.abs(value), initial=0.0)
+        allowed = float(jnp.finfo(a.dtype).eps) * np.abs(value) + 1e-5 * scale
+        error = np.abs(np.asarray(a, 'float64') - value)
+        assert np.all(error <= allowed), np.max(error / (allowed + 1e-30))
+
+
+def lowered(f, *operands, platform, **axes):
+    """The module for a platform that is not here, under a mesh of the given sizes of axes."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), operands)
+    axes = axes or {'device': 1}
+    mesh = jax.sharding.AbstractMesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+        abstract_device=GPU if platform == 'cuda' else None,  # jax 0.12 asks for it
+    )
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        # jax 0.12 announces the end of Pallas for Triton, and ships it.
+        warnings.filterwarnings('ignore', 'The Pallas Triton backend', DeprecationWarning)
+        return jax.jit(f).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+def count_calls(text, platform):
+    """How many kernels a lowered module has."""
+    return text.count(f'@{CALLS[platform]}(')
