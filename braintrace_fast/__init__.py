@@ -36,7 +36,8 @@ from .compiler import (
     find_hidden_param_op_relations_from_minfo,
     find_hidden_param_op_relations_from_module,
 )
-from .errors import CheckpointError, CompilationError, NotSupportedError
+from .config import set_backend, use_backend
+from .errors import CheckpointError, CompilationError, FallbackError, NotSupportedError
 from .learner import ETraceVmap, compile
 from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
 from .runtime import (
@@ -68,6 +69,7 @@ __all__ = [
     'ETraceVjpGraphExecutor',
     'ETraceVmap',
     'EligibilityTrace',
+    'FallbackError',
     'FixedRandomFeedback',
     'HiddenGroup',
     'HiddenParamOpRelation',
@@ -98,4 +100,6 @@ __all__ = [
     'nn',
     'pp_prop',
     'register_primitive',
+    'set_backend',
+    'use_backend',
 ]

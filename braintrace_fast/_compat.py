@@ -95,7 +95,7 @@ def build_jaxpr(
     eqns: Sequence[JaxprEqn],
 ) -> Jaxpr:
     """A jaxpr from its parts, with the union of its equations' effects."""
-    effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    effects = frozenset().union(*[eqn.effects for eqn in eqns])
     debug_info = DebugInfo('braintrace_fast', 'step', None, None)
     return Jaxpr(
         list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=debug_info
@@ -142,8 +142,13 @@ def source_line(eqn: JaxprEqn) -> str:
     models too if the user's own code is known.
     """
     traceback = eqn.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
-    found = [frame for frame in frames if not frame.file_name.startswith(_MACHINERY)]
-    for frame in [f for f in found if not f.file_name.startswith(_MODELS)] or found:
-        return f'{frame.file_name}:{frame.line_num} ({frame.function_name})'
-    return UNKNOWN_LINE
+    found = None
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_MACHINERY):
+            found = found or frame
+            if not frame.file_name.startswith(_MODELS):
+                found = frame
+                break
+    if found is None:
+        return UNKNOWN_LINE
+    return f'{found.file_name}:{found.line_num} ({found.function_name})'

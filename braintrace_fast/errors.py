@@ -1,6 +1,8 @@
 """The exceptions of the library."""
 
-__all__ = ['CheckpointError', 'CompilationError', 'NotSupportedError']
+from .kernels.dispatch import FallbackError
+
+__all__ = ['CheckpointError', 'CompilationError', 'FallbackError', 'NotSupportedError']
 
 
 class NotSupportedError(Exception):

@@ -1,19 +1,25 @@
 """What every learning rule shares: a compiled model, a trace, and a step with a backward pass."""
 
+import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import brainstate
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._compat import source_line
 from .._typing import Path
 from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph
+from ..compiler.control_flow import has_while
 from ..compiler.transition import Plane
 from ..errors import NotSupportedError
+from ..kernels import dispatch
+from ..kernels.dispatch import Backend, Choice
 from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
 from ..runtime.factors import Entry, Factors, Signals, Values
 from ..runtime.gradient import GradientSum
@@ -140,6 +146,11 @@ class ETraceAlgorithm(SequenceDriverMixin, brainstate.nn.Module):
         """The implementation asked for."""
         return self.graph_executor.backend
 
+    @property
+    def resolved_backend(self) -> Backend:
+        """The implementation that was decided on when the model was compiled."""
+        return self.graph_executor.resolved_backend
+
     def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
         """Print the compilation report, or return it as text."""
         return self.graph_executor.show_graph(verbose, return_msg)
@@ -227,8 +238,63 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 'with a fixed number of steps.'
             )
         self.engine = self.make_engine(self.graph)
+        self.example = single_step(args)
         self.init_etrace_state(*args)
+        self.choices = self._choose_kernels()
         self.is_compiled = True
+
+    def with_backend(self, name: str, strict: bool | Collection[str] = False) -> Self:
+        """Another learner of the same model, compiled for another backend.
+
+        It shares the model and its states, and goes on from a copy of this learner's trace.
+
+        Parameters
+        ----------
+        name : {'auto', 'jax', 'pallas', 'interpret'}
+            The backend.
+        strict : bool or collection of str
+            Platforms on which it is an error if there is no kernel, as in
+            :func:`braintrace_fast.use_backend`.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> import braintrace_fast as braintrace
+        >>> learner = braintrace.compile(braintrace.nn.GRUCell(3, 4), 'd_rtrl', jnp.ones(3))
+        >>> learner.with_backend('pallas').resolved_backend.name
+        'pallas'
+        """
+        self._check_compiled()
+        other = copy.copy(self)
+        other.graph_executor = copy.copy(self.graph_executor)
+        other.graph_executor.choose_backend(name, strict)
+        other.engine = other.make_engine(self.graph)
+        other.trace = EligibilityTrace(self.trace.value)
+        other.trace_is_live = brainstate.ShortTermState(self.trace_is_live.value)
+        other.running_index = brainstate.LongTermState(self.running_index.value)
+        other.plan, other.choices = None, other._choose_kernels()
+        return other
+
+    def _choose_kernels(self, steps: int = 64) -> list[Choice]:
+        """Which implementations a step takes, and a window of so many steps."""
+        if self.resolved_backend.name == 'jax':
+            return []
+        runner, engine = self.graph_executor.runner, self.engine
+        values, index = self.graph_executor.values(), self.running_index.value
+        entry = Entry(self.trace.value, self.trace_is_live.value)
+
+        def step() -> Any:
+            *_, factors = runner.run(self.example, *values)
+            return factors, engine.advance(entry, factors, values[0], index)
+
+        with dispatch.recording() as choices:
+            factors, _ = jax.eval_shape(step)
+            if self._is_static():
+                many = jax.tree.map(
+                    lambda a: jax.ShapeDtypeStruct((steps, *a.shape), a.dtype), factors
+                )
+                jax.eval_shape(lambda f: engine.window(None, entry, f, None, index), many)
+        return choices
 
     def init_etrace_state(self, *args: Any) -> None:
         """Make a zero trace for inputs like these."""
@@ -245,7 +311,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             lines = [f'none yet; a window may take {show_bytes(self.resolved_budget)}']
         else:
             lines = self.plan.lines()
-        return CompilationReport(self.graph, {'Windows': lines} if self._runs_in_windows() else {})
+        backend = f'{self.resolved_backend.name} (asked for: {self.backend})'
+        sections = {'Backend': [backend, *map(str, self.choices)]}
+        if self._runs_in_windows():
+            sections['Windows'] = lines
+        return CompilationReport(self.graph, sections)
 
     @property
     def own_states(self) -> list[brainstate.State]:
@@ -539,7 +609,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             vjp, params, entry, t = residuals
-            ct_args, ct_params, ct_hidden = vjp(cotangents[:3])
+            with _named_loops(graph):
+                ct_args, ct_params, ct_hidden = vjp(cotangents[:3])
             total = GradientSum(graph, params, ct_params)
             planes = self.entry_signals(runner.entry_planes(ct_hidden))
             engine.entry_gradients(total, entry, planes, t - 1)
@@ -547,6 +618,22 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         window.defvjp(forward, backward)
         return window(*inputs)
+
+
+@contextmanager
+def _named_loops(graph: ETraceGraph) -> Iterator[None]:
+    """Say where the while loop is that JAX cannot differentiate in reverse."""
+    try:
+        yield
+    except ValueError as error:
+        loops = [source_line(eqn) for eqn in graph.module_info.jaxpr.eqns if has_while(eqn)]
+        if not loops or 'Reverse-mode differentiation' not in str(error):
+            raise
+        raise NotSupportedError(
+            f'{", ".join(loops)}: the loss reads a while loop, which the gradient of a window '
+            "would have to differentiate in reverse. Use vjp_method='single-step', or lax.scan or "
+            'lax.fori_loop with a fixed number of steps.'
+        ) from error
 
 
 def _window_length(args: tuple[Any, ...]) -> int:

@@ -93,7 +93,9 @@ class EProp(ParamDimVjpAlgorithm):
             self.random_feedback = RandomFeedback(graph, self.random_feedback_key)
         if not self.kappa_filter_decay:
             return super().make_engine(graph)
-        return FilteredEngine(graph, self.kappa_filter_decay, self.trace_dtype)
+        return FilteredEngine(
+            graph, self.kappa_filter_decay, self.trace_dtype, self.resolved_backend
+        )
 
     def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
         """The signals of a step, projected with random feedback."""

@@ -71,7 +71,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the whole trace."""
         windows = self.vjp_method == 'multi-step'
-        return MaterializedEngine(graph, self.trace_dtype, windows)
+        return MaterializedEngine(graph, self.trace_dtype, windows, backend=self.resolved_backend)
 
 
 class IODimVjpAlgorithm(ETraceVjpAlgorithm):
@@ -139,7 +139,8 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
 
     def make_engine(self, graph: ETraceGraph) -> FactorizedEngine:
         """The engine that carries the two sides of the trace."""
-        return FactorizedEngine(graph, self.decay, windows=self.vjp_method == 'multi-step')
+        windows = self.vjp_method == 'multi-step'
+        return FactorizedEngine(graph, self.decay, windows, self.resolved_backend)
 
 
 def _decay(value: float | int) -> float:

@@ -510,6 +510,15 @@ def _check_weights(weights: Any) -> dict[Any, brainstate.State]:
     }
     if wrong:
         raise TypeError(f'weights has {wrong}, expected a ParamState for every key, not its value.')
+    for key, state in weights.items():
+        types = map(jnp.result_type, jax.tree.leaves(state.value))
+        fixed = [str(dtype) for dtype in types if not jnp.issubdtype(dtype, jnp.inexact)]
+        if fixed:
+            raise TypeError(
+                f'The ParamState at {key} holds {", ".join(fixed)}, by which nothing can be '
+                'differentiated. Keep such values in a plain attribute of the module, or leave '
+                'the state out: weights={path: state, ...}.'
+            )
     return dict(weights)
 
 

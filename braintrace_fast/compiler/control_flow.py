@@ -36,7 +36,7 @@ from .alignment import is_inexact
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .scatter import scatter_in_pieces
 
-__all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_while']
+__all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_body', 'has_while']
 
 INLINED_CALLS = frozenset(
     ['jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint', 'custom_lin']
@@ -107,6 +107,11 @@ def contains_etp_op(eqn: JaxprEqn) -> bool:
     return _inside(eqn, _is_etp)
 
 
+def has_body(eqn: JaxprEqn) -> bool:
+    """Whether an equation has a jaxpr inside."""
+    return bool(eqn.params) and any(True for _ in jaxprs_in_params(eqn.params))
+
+
 def has_while(eqn: JaxprEqn) -> bool:
     """Whether an equation is, or contains, a while loop, other than under a rule of its own."""
     name = eqn.primitive.name
@@ -142,7 +147,7 @@ def _live(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprEqn]:
     needed = {v for v in outvars if not isinstance(v, Literal)}
     live = []
     for eqn in reversed(eqns):
-        if eqn.effects or any(v in needed for v in eqn.outvars):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
             live.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return live[::-1]
@@ -166,7 +171,7 @@ class _Flattener:
         for eqn in eqns:
             if outer is not None and source_line(eqn) == UNKNOWN_LINE:
                 eqn = eqn.replace(source_info=outer.source_info)  # the body is JAX's own
-            operands = [_read(env, v) for v in eqn.invars]
+            operands = [v if isinstance(v, Literal) else env.get(v, v) for v in eqn.invars]
             results = self.open(eqn, operands)
             if results is not None:
                 env.update(

@@ -28,6 +28,7 @@ from .alignment import (
     is_element_wise,
     passes_derivative,
 )
+from .control_flow import has_body, has_while
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
 
@@ -55,10 +56,12 @@ class Slice(NamedTuple):
     """The equations between some sources and some results, as a jaxpr of their own.
 
     ``jaxpr`` takes the values of ``constvars`` (variables of the step), then of the sources.
+    ``forward_only`` says that a ``while`` is inside, so that it has no reverse mode.
     """
 
     jaxpr: Jaxpr
     constvars: list[Var]
+    forward_only: bool
 
 
 class Flow:
@@ -88,15 +91,20 @@ class Flow:
         self.unfit: set[tuple[Var, Var]] = set()
         self.producer = {v: index for index, eqn in enumerate(eqns) for v in eqn.outvars}
         self.passes = [passes_derivative(eqn) for eqn in eqns]
+        self.nested = [index for index, eqn in enumerate(eqns) if has_body(eqn)]
+        self.loops = frozenset(index for index in self.nested if has_while(eqns[index]))
         for source in self.sources:
             if source not in self.producer:
                 self.dependences[source] = self._itself(source)
         for index, eqn in enumerate(self.eqns):
             self._visit(index, eqn)
-        self._aligned = {
-            v: {s: None for s, d in found.items() if d.alignment is not None}
-            for v, found in self.dependences.items()
-        }
+        self._aligned: dict[Var, dict[Var, None]] = {}
+        self._reached: dict[Var, set[Var]] = {source: set() for source in self.sources}
+        for v, found in self.dependences.items():
+            aligned = [s for s, d in found.items() if d.alignment is not None]
+            self._aligned[v] = dict.fromkeys(aligned)
+            for source in aligned:
+                self._reached[source].add(v)
 
     def of(self, atom: Atom) -> dict[Var, Dependence]:
         """The sources that reach a variable."""
@@ -121,6 +129,8 @@ class Flow:
 
     def _line_up(self, source: Var, target: Var, index: int, found: Dependence) -> Dependence:
         """Cut a dependence whose positions do not correspond one to one at a new hidden state."""
+        if found.alignment is None:
+            return found
         ours, theirs = self.sources[source], self.sources[target]
         missing = len(theirs.shape) - len(ours.shape)
         fits = (missing == 0 or (ours.may_be_shared and missing > 0)) and theirs.shape[
@@ -129,16 +139,18 @@ class Flow:
         axes = identity_alignment(ours.shape)
         expected = (*[None] * max(missing, 0), *axes)
         expected += (None,) * (target.aval.ndim - len(theirs.shape))
-        if found.alignment is None or (fits and forget_indices(found.alignment) == expected):
+        if fits and forget_indices(found.alignment) == expected:
             return found
         if not fits:
             self.unfit.add((source, target))
         return Dependence(None, (*found.cut_by, index))
 
     def _visit(self, index: int, eqn: JaxprEqn) -> None:
-        inputs = [self.of(v) for v in eqn.invars]
-        met = _meet_in_place(eqn, inputs) if any(self.passes[index]) else [{}] * len(eqn.outvars)
-        results = self._met(index, eqn, inputs) if met is None else met
+        known = self.dependences
+        inputs = [{} if isinstance(v, Literal) else known.get(v, {}) for v in eqn.invars]
+        results: list[dict[Var, Dependence]] = [{}] * len(eqn.outvars)
+        if any(inputs) and any(self.passes[index]):
+            results = _meet_in_place(eqn, inputs) or self._met(index, eqn, inputs)
         for v, found in zip(eqn.outvars, results, strict=True):
             if v in self.targets:
                 found = {s: self._line_up(s, v, index, d) for s, d in found.items()}
@@ -152,22 +164,23 @@ class Flow:
     ) -> list[dict[Var, Dependence]]:
         """Per result, the sources that reach it through one equation."""
         sources = dict.fromkeys(source for found in inputs for source in found)
+        passes = self.passes[index]
+        if cuts_by_design(eqn.primitive):
+            here = Dependence(None, (index,))  # whatever was mixed before
+            cut_here = dict.fromkeys(sources, here)
+            return [cut_here if passed else {} for passed in passes]
         results: list[dict[Var, Dependence]] = [{} for _ in eqn.outvars]
-        if sources:
-            outcomes = self._outcomes(index, eqn, inputs, sources)
-            passes = self.passes[index]
-            for source in sources:
-                met = (found[source].cut_by for found in inputs if source in found)
-                before = dict.fromkeys(cut for cuts in met for cut in cuts)
-                for place, outcome in enumerate(outcomes[source]):
-                    if outcome is None and not (before and passes[place]):
-                        continue
-                    cut = outcome is MIXED or source in outcomes.lost
-                    cuts = (*before, index) if cut else tuple(before)
-                    if cuts and cuts_by_design(eqn.primitive):
-                        cuts = (index,)  # whatever was mixed before
-                    alignment = outcome if isinstance(outcome, tuple) else None
-                    results[place][source] = Dependence(alignment, cuts)
+        outcomes = self._outcomes(index, eqn, inputs, sources)
+        for source in sources:
+            met = (found[source].cut_by for found in inputs if source in found)
+            before = dict.fromkeys(cut for cuts in met for cut in cuts)
+            for place, outcome in enumerate(outcomes[source]):
+                if outcome is None and not (before and passes[place]):
+                    continue
+                cut = outcome is MIXED or source in outcomes.lost
+                cuts = (*before, index) if cut else tuple(before)
+                alignment = outcome if isinstance(outcome, tuple) else None
+                results[place][source] = Dependence(alignment, cuts)
         return results
 
     def _outcomes(
@@ -251,61 +264,46 @@ class Flow:
 
         Every other variable that it needs becomes a constant of the slice.
         """
-        wanted = set(sources)
-        carried: dict[Var, bool] = {}
-
-        def carries(v: Var) -> bool:
-            if v not in carried:
-                carried[v] = not wanted.isdisjoint(self._aligned.get(v, ()))
-            return carried[v]
-
+        reached: set[Var] = set().union(*(self._reached[source] for source in sources))
+        inner = reached.difference(sources)
         kept: set[int] = set()
-        pending = [v for v in results if carries(v) and v not in wanted]
+        pending = [v for v in results if v in inner]
         while pending:
             index = self.producer[pending.pop()]
             if index not in kept:
                 kept.add(index)
-                pending += [v for v in self._live_operands(index) if carries(v) and v not in wanted]
+                detached = self.detached.get(index, ())
+                pending += [
+                    v
+                    for place, v in enumerate(self.eqns[index].invars)
+                    if not isinstance(v, Literal) and v in inner and place not in detached
+                ]
         constants: dict[Var, Var] = {}
-
-        def constant(v: Var, fresh: bool) -> Var:
-            if v not in constants:
-                constants[v] = new_var(v.aval) if fresh else v
-            return constants[v]
-
         eqns = []
         for index in sorted(kept):
             eqn, detached = self.eqns[index], self.detached.get(index, ())
-            operands = [
-                v
-                if isinstance(v, Literal) or (carries(v) and place not in detached)
-                else constant(v, fresh=carries(v))
-                for place, v in enumerate(eqn.invars)
-            ]
+            operands = list(eqn.invars)
+            for place, v in enumerate(operands):
+                if isinstance(v, Literal):
+                    continue
+                if v not in reached:
+                    constants[v] = v
+                elif place in detached:
+                    operands[place] = constants.setdefault(v, new_var(v.aval))
             # A result that no source reaches is a constant too: rename it out of the way.
-            outvars = [v if carries(v) else new_var(v.aval) for v in eqn.outvars]
+            outvars = [v if v in reached else new_var(v.aval) for v in eqn.outvars]
             eqns.append(rewire(eqn, operands, outvars))
-        outvars = [v if carries(v) else constant(v, fresh=False) for v in results]
-        jaxpr = build_jaxpr(list(constants.values()), sources, outvars, eqns)
-        return Slice(jaxpr, list(constants))
-
-    def _live_operands(self, index: int) -> list[Var]:
-        detached = self.detached.get(index, frozenset())
-        return [
-            v
-            for place, v in enumerate(self.eqns[index].invars)
-            if not isinstance(v, Literal) and place not in detached
-        ]
+        constants.update((v, v) for v in results if v not in reached)
+        jaxpr = build_jaxpr(list(constants.values()), sources, results, eqns)
+        return Slice(jaxpr, list(constants), not self.loops.isdisjoint(kept))
 
 
 def _meet_in_place(
     eqn: JaxprEqn, inputs: list[dict[Var, Dependence]]
 ) -> list[dict[Var, Dependence]] | None:
     """The common case: sources meet element by element, each with one alignment; else None."""
-    carrying = [(v, found) for v, found in zip(eqn.invars, inputs, strict=True) if found]
-    if not carrying:
-        return [{}] * len(eqn.outvars)
     shape = eqn.outvars[0].aval.shape
+    carrying = [(v, found) for v, found in zip(eqn.invars, inputs, strict=True) if found]
     if not is_element_wise(eqn) or any(v.aval.shape != shape for v, _ in carrying):
         return None
     (_, met), *others = carrying

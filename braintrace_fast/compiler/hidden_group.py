@@ -356,7 +356,7 @@ def _make_group(index: int, minfo: ModuleInfo, flow: Flow, news: list[Var]) -> H
     )
     group.check_consistent_varshape()
     pattern = _pattern(flow, olds, news, group.widths)
-    if is_forward_only(part.jaxpr):
+    if part.forward_only:
         _note_forward_only(minfo, flow, tuple(paths))
     return group._replace(pattern=pattern)
 

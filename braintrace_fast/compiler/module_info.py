@@ -374,8 +374,10 @@ def _check_states(
             '(brainstate.nn.init_all_states) before compiling.'
         )
     for state in states:
+        if not isinstance(state, brainstate.HiddenState):
+            continue
         types = [str(leaf.dtype) for leaf in jax.tree.leaves(state.value)]
-        if isinstance(state, brainstate.HiddenState) and any('complex' in name for name in types):
+        if any('complex' in name for name in types):
             raise NotSupportedError(
                 f'The hidden state at {id_to_path[id(state)]} is {types[0]}. Traces are of real '
                 'states: keep its real and its imaginary part as two hidden states, and join them '

@@ -149,6 +149,9 @@ def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     perturbs = {new: new_var(new.aval) for new in minfo.hidden_outvar_to_invar}
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
+        if perturbs.keys().isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            continue
         plain = {v: new_var(v.aval) for v in eqn.outvars if v in perturbs}
         eqns.append(rewire(eqn, eqn.invars, [plain.get(v, v) for v in eqn.outvars]))
         eqns.extend(single_equation(lax.add, [plain[v], perturbs[v]], v) for v in plain)

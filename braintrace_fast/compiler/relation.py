@@ -194,12 +194,7 @@ def find_hidden_param_op_relations_from_minfo(
         control flow that was not opened.
     """
     finder = _Finder(minfo, hid_path_to_group, step_flow(minfo) if flow is None else flow)
-    relations = [
-        relation
-        for eqn in minfo.jaxpr.eqns
-        for relation in [finder.relation(eqn)]
-        if relation is not None
-    ]
+    relations = finder.relations()
     finder.note_other_weights()
     finder.note_carried_states()
     return relations
@@ -243,16 +238,23 @@ class _Finder:
     ) -> None:
         self.minfo = minfo
         self.flow = flow
-        self.ways = WeightWays(minfo)
+        self.ways = WeightWays(minfo, flow)
         self.carried = CarriedStates(minfo)
         self.groups = list({group.index: group for group in hid_path_to_group.values()}.values())
         self.outputs = _variables(minfo.jaxpr.outvars[: minfo.num_var_out])
         self.explained: set[Path] = set()
 
+    def relations(self) -> list[HiddenParamOpRelation]:
+        nested = frozenset(self.flow.nested)
+        found = []
+        for index, eqn in enumerate(self.flow.eqns):
+            if isinstance(eqn.primitive, ETPPrimitive):
+                found.append(self.relation(eqn))
+            elif index in nested:
+                self.look_inside(eqn, is_loop=index in self.flow.loops)
+        return [relation for relation in found if relation is not None]
+
     def relation(self, eqn: JaxprEqn) -> HiddenParamOpRelation | None:
-        if not isinstance(eqn.primitive, ETPPrimitive):
-            self.look_inside(eqn)
-            return None
         ways = self.find_ways(eqn)
         if not ways:
             return None
@@ -493,11 +495,9 @@ class _Finder:
         fits = shape[max(len(shape) - y.aval.ndim, 0) :] == y.aval.shape
         return (y, new) in self.flow.unfit or not (fits or any(map(is_product, mixers)))
 
-    def look_inside(self, eqn: JaxprEqn) -> None:
+    def look_inside(self, eqn: JaxprEqn, is_loop: bool) -> None:
         """Refuse, or explain, an op or a weight inside an equation that was not opened."""
-        if not eqn.params:
-            return
-        if has_while(eqn):
+        if is_loop:
             self.check_while(eqn)
         if not any(self.ways.is_trained(v) for v in eqn.invars) or not contains_etp_op(eqn):
             return

@@ -1,12 +1,9 @@
 """The part of a step that moves one hidden group, and its derivatives ``D`` and ``f``.
 
-Reverse mode takes one VJP per state plane ``s`` and gives row ``s`` of ``D`` and ``f[s]`` of every
-relation at once. Forward mode takes one JVP per input; it serves transitions that contain a
-``while``, and ops whose output has fewer axes than the states (a time constant that the batch
-shares), where a VJP would sum over the axes that are missing.
+The derivatives are taken by :mod:`braintrace_fast.kernels.hidden_jacobian`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +12,13 @@ import jax.numpy as jnp
 
 from .._compat import Jaxpr, Literal, Var, equation_function, source_line
 from ..errors import NotSupportedError
+from ..kernels.dispatch import PLAIN, Backend
+from ..kernels.hidden_jacobian import hidden_jacobian
+from ..kernels.planes import Plane
 from .control_flow import has_while
 from .flow import Flow, Slice
 
 __all__ = ['GroupTransition', 'Plane', 'Planes', 'build_transition', 'is_forward_only']
-
-Plane = jax.Array | None
-"""A derivative per position; ``None`` where it is structurally zero."""
 
 Planes = list[list[Plane]]
 
@@ -71,19 +68,16 @@ class GroupTransition:
         constants = (v for row in self.rows for v in row.constvars)
         return list(dict.fromkeys([*self.hidden_invars, *self.y_vars, *constants]))
 
-    def jacobians(self, values: Mapping[Var, jax.Array]) -> tuple[Planes, dict[Var, list[Plane]]]:
+    def jacobians(
+        self, values: Mapping[Var, jax.Array], backend: Backend = PLAIN
+    ) -> tuple[Planes, dict[Var, list[Plane]]]:
         """``D[s][q]`` and, by ``y``, ``f[s]``, at the given values of :attr:`variables`.
 
         Structurally zero planes are ``None``.
         """
         inputs = [values[v] for v in (*self.hidden_invars, *self.y_vars)]
-        columns: list[list[Plane]] = []  # one per row plane: derivatives by every input plane
-        for row, reached in zip(range(len(self.rows)), self.reached, strict=True):
-            columns.extend(self._row(row, reached, inputs, values))
-        columns = [
-            [plane if present else None for plane, present in zip(column, row, strict=True)]
-            for column, row in zip(columns, self.pattern, strict=True)
-        ]
+        constants = [[values[v] for v in row.constvars] for row in self.rows]
+        columns = hidden_jacobian(self, constants, inputs, backend=backend)
         num_planes = sum(width or 1 for width in self.widths)
         D = [column[:num_planes] for column in columns]
         f = {
@@ -92,61 +86,24 @@ class GroupTransition:
         }
         return D, f
 
-    def _row(
+    def evaluate(
+        self, row: int, constants: Sequence[jax.Array], inputs: Sequence[jax.Array]
+    ) -> jax.Array:
+        """One new state, from a row's constants and all inputs."""
+        (new,) = jax.core.eval_jaxpr(self.rows[row].jaxpr, constants, *inputs)
+        return new
+
+    def push_forward(
         self,
         row: int,
-        reached: Sequence[bool],
-        inputs: list[jax.Array],
-        values: Mapping[Var, jax.Array],
-    ) -> list[list[Plane]]:
-        """The derivatives of one new state by every input plane, per plane of the state."""
-        shared = (*(False for _ in self.widths), *self.shared)
-        constants = [values[v] for v in self.rows[row].constvars]
+        constants: Sequence[jax.Array],
+        inputs: Sequence[jax.Array],
+        tangents: Sequence[jax.Array | None],
+    ) -> jax.Array:
+        """The tangent of one new state, by those of some inputs."""
         jaxpr = self.rows[row].jaxpr
-        by_forward = [r and (self.forward_only or s) for r, s in zip(reached, shared, strict=True)]
-        by_reverse = [r and not fwd for r, fwd in zip(reached, by_forward, strict=True)]
-        width = self.widths[row]
-        found: list[list[list[jax.Array] | None]] = [
-            [None] * len(inputs) for _ in range(width or 1)
-        ]
-        if any(by_reverse):
-            moving = [place for place, moves in enumerate(by_reverse) if moves]
-            new, pull_back = jax.vjp(
-                lambda *moved: _evaluate(jaxpr, constants, inputs, moving, moved),
-                *(inputs[place] for place in moving),
-            )
-            for plane in range(width or 1):
-                cotangents = pull_back(_one_plane(new, plane, width))
-                for place, cotangent in zip(moving, cotangents, strict=True):
-                    found[plane][place] = self._split(place, cotangent)
-        for place, moves in enumerate(by_forward):
-            if moves:
-                tangents = self._columns(jaxpr, constants, inputs, place)
-                for plane in range(width or 1):
-                    found[plane][place] = [t[..., plane] if width else t for t in tangents]
-        return [list(self._flatten(per_input)) for per_input in found]
-
-    def _columns(
-        self, jaxpr: Jaxpr, constants: list[jax.Array], inputs: list[jax.Array], place: int
-    ) -> list[jax.Array]:
-        """Tangents of a row for a one in every plane of one input."""
-        width = self.widths[place] if place < len(self.widths) else 0
-        result = []
-        for plane in range(width or 1):
-            tangents: list[jax.Array | None] = [None] * len(inputs)
-            tangents[place] = _one_plane(inputs[place], plane, width)
-            (new,), (tangent,) = position_wise_jvp(jaxpr, constants, inputs, tangents)
-            result.append(jnp.zeros_like(new) if tangent is None else tangent)
-        return result
-
-    def _split(self, place: int, cotangent: jax.Array) -> list[jax.Array]:
-        width = self.widths[place] if place < len(self.widths) else 0
-        return [cotangent[..., plane] for plane in range(width)] if width else [cotangent]
-
-    def _flatten(self, per_input: list[list[jax.Array] | None]) -> Iterator[Plane]:
-        for place, planes in enumerate(per_input):
-            width = self.widths[place] if place < len(self.widths) else 0
-            yield from planes if planes is not None else [None] * (width or 1)
+        (new,), (tangent,) = position_wise_jvp(jaxpr, constants, inputs, tangents)
+        return jnp.zeros_like(new) if tangent is None else tangent
 
 
 def build_transition(
@@ -174,28 +131,8 @@ def build_transition(
         ),
         pattern=tuple(map(tuple, pattern)),
         shared=tuple(shared),
-        forward_only=any(is_forward_only(row.jaxpr) for row in rows),
+        forward_only=any(row.forward_only for row in rows),
     )
-
-
-def _evaluate(
-    jaxpr: Jaxpr,
-    constants: Sequence[jax.Array],
-    inputs: Sequence[jax.Array],
-    moving: Sequence[int],
-    moved: Sequence[jax.Array],
-) -> jax.Array:
-    values = list(inputs)
-    for place, value in zip(moving, moved, strict=True):
-        values[place] = value
-    (new,) = jax.core.eval_jaxpr(jaxpr, constants, *values)
-    return new
-
-
-def _one_plane(like: jax.Array, plane: int, width: int) -> jax.Array:
-    if not width:
-        return jnp.ones_like(like)
-    return jnp.zeros_like(like).at[..., plane].set(1)
 
 
 def position_wise_jvp(

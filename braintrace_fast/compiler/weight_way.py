@@ -8,7 +8,8 @@ import jax
 
 from .._compat import Atom, Jaxpr, Literal, Primitive, Var, build_jaxpr, open_jaxpr
 from .._typing import Path
-from .alignment import identity_alignment, is_inexact, passes_derivative, through
+from .alignment import identity_alignment, is_inexact, through
+from .flow import Flow
 from .module_info import ModuleInfo
 
 __all__ = ['WeightWay', 'WeightWays']
@@ -79,21 +80,20 @@ class WeightWay:
 class WeightWays:
     """Finds the ways of a traced model."""
 
-    def __init__(self, minfo: ModuleInfo) -> None:
+    def __init__(self, minfo: ModuleInfo, flow: Flow) -> None:
         jaxpr, consts = open_jaxpr(minfo.closed_jaxpr)
         self._constants: Mapping[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         self._params = {v: place for place, v in enumerate(minfo.weight_invars)}
         self._eqns = jaxpr.eqns
-        self._producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._producer = flow.producer
         self._minfo = minfo
         self._trained = {v for v in self._params if is_inexact(v.aval)}
         self._varying = {v for v in jaxpr.invars if v not in self._params}
-        for eqn in jaxpr.eqns:
+        for eqn, flows in zip(jaxpr.eqns, flow.passes, strict=True):
             operands = [v for v in eqn.invars if not isinstance(v, Literal)]
-            if any(v in self._varying for v in operands) or eqn.effects:
+            if eqn.effects or not self._varying.isdisjoint(operands):
                 self._varying.update(eqn.outvars)
-            if any(v in self._trained for v in operands):
-                flows = passes_derivative(eqn)
+            if not self._trained.isdisjoint(operands):
                 self._trained.update(
                     v for v, passes in zip(eqn.outvars, flows, strict=True) if passes
                 )

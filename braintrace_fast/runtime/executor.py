@@ -4,7 +4,7 @@ They return derivatives in the reference's layout, ``(*varshape, S)`` and ``(*va
 engines work on the planes of :class:`StepRunner`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import brainstate
@@ -23,7 +23,8 @@ from ..compiler import (
     compile_etrace_graph,
 )
 from ..compiler.transition import Plane
-from ..config import check_backend
+from ..config import check_backend, resolve_backend
+from ..kernels.dispatch import Backend
 from .factors import Factors, StepRunner, Values
 from .input_data import has_multi_step_data, single_step, split_window
 
@@ -81,7 +82,7 @@ class ETraceGraphExecutor:
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
-        The implementation asked for. There is only plain JAX so far, which all of them take.
+        The implementation asked for; see :func:`braintrace_fast.use_backend`.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ETraceGraphExecutor:
         self.model = model
         self.control_flow = control_flow
         self.backend = check_backend(backend)
+        self.resolved_backend = Backend()
         self._graph: ETraceGraph | None = None
         self._runner: StepRunner | None = None
 
@@ -111,7 +113,7 @@ class ETraceGraphExecutor:
     def runner(self) -> StepRunner:
         """The compiled step as pure functions."""
         if self._runner is None:
-            self._runner = StepRunner(self.graph)
+            self._runner = StepRunner(self.graph, self.resolved_backend)
         return self._runner
 
     @property
@@ -139,7 +141,13 @@ class ETraceGraphExecutor:
         )
 
     def _set_graph(self, graph: ETraceGraph) -> None:
-        self._graph, self._runner = graph, None
+        self._graph = graph
+        self.choose_backend(self.backend)
+
+    def choose_backend(self, backend: str, strict: bool | Collection[str] = False) -> None:
+        """Decide now what the kernels of this graph run with."""
+        self.backend = check_backend(backend)
+        self.resolved_backend, self._runner = resolve_backend(backend, strict), None
 
     def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
         """Print the compilation report, or return it as text."""

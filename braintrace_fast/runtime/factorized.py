@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
 from ..errors import NotSupportedError
+from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.factored_trace import factored_trace, smooth
 from ..kernels.planes import add, times
 from .factors import (
@@ -48,6 +49,8 @@ class FactorizedEngine:
         ``a_x`` and ``a_f``.
     windows : bool
         Whether the gradient of windows is asked for.
+    backend : Backend
+        What to run kernels with.
 
     Raises
     ------
@@ -56,9 +59,14 @@ class FactorizedEngine:
     """
 
     def __init__(
-        self, graph: ETraceGraph, decay: tuple[float, float], windows: bool = False
+        self,
+        graph: ETraceGraph,
+        decay: tuple[float, float],
+        windows: bool = False,
+        backend: Backend = PLAIN,
     ) -> None:
         self.graph = graph
+        self.backend = backend
         self.decay_x, self.decay_f = decay
         self.relations = list(graph.hidden_param_op_relations)
         perturb = graph.exit_perturb
@@ -184,12 +192,14 @@ class FactorizedEngine:
         """
         xs, fs = self.init(first_step(factors)) if entry is None else _entered(entry)
         smoothed_x = [
-            None if x is None or start is None else smooth(x, start, self.decay_x)
+            None
+            if x is None or start is None
+            else smooth(x, start, self.decay_x, backend=self.backend)
             for x, start in zip(factors.x, xs, strict=True)
         ]
         smoothed_f = [
             [
-                factored_trace(factors.D[group.index], f, start, self.decay_f)
+                factored_trace(factors.D[group.index], f, start, self.decay_f, backend=self.backend)
                 for group, f, start in zip(relation.hidden_groups, factors.f[r], fs[r], strict=True)
             ]
             for r, relation in enumerate(self.relations)

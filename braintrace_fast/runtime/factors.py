@@ -11,6 +11,7 @@ from .._compat import Var
 from .._typing import Path, PyTree
 from ..compiler import ETraceGraph, ExitPerturbation, HiddenGroup
 from ..compiler.transition import Plane
+from ..kernels.dispatch import PLAIN, Backend
 
 __all__ = ['Entry', 'Factors', 'Signals', 'StepRunner', 'Values', 'Zeros']
 
@@ -85,8 +86,9 @@ class Signals(NamedTuple):
 class StepRunner:
     """A compiled graph as pure functions of parameters, hidden states and other states."""
 
-    def __init__(self, graph: ETraceGraph) -> None:
+    def __init__(self, graph: ETraceGraph, backend: Backend = PLAIN) -> None:
         self.graph = graph
+        self.backend = backend
 
     def run(
         self, args: Sequence[Any], params: Values, hidden: Values, others: Values
@@ -170,7 +172,9 @@ class StepRunner:
         """The factors, from the values of a step's output variables; they carry no gradient."""
         temps = {v: lax.stop_gradient(value) for v, value in temps.items()}
         relations = self.graph.hidden_param_op_relations
-        solved = [transition.jacobians(temps) for transition in self.graph.transitions]
+        solved = [
+            transition.jacobians(temps, self.backend) for transition in self.graph.transitions
+        ]
         return Factors(
             x=tuple(None if r.x_var is None else temps[r.x_var] for r in relations),
             f=tuple(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
+from ..kernels.dispatch import PLAIN, Backend
 from .factors import Entry, Factors, Signals, Values
 from .gradient import GradientSum
 from .materialized import MaterializedEngine, Trace
@@ -33,12 +34,20 @@ class FilteredEngine:
         How much of the filtered trace is kept from step to step.
     trace_dtype : dtype, optional
         The type in which traces are stored; that of the factors by default.
+    backend : Backend
+        What to run kernels with.
     """
 
-    def __init__(self, graph: ETraceGraph, kappa: float, trace_dtype: Any = None) -> None:
+    def __init__(
+        self,
+        graph: ETraceGraph,
+        kappa: float,
+        trace_dtype: Any = None,
+        backend: Backend = PLAIN,
+    ) -> None:
         self.graph = graph
         self.kappa = kappa
-        self.engine = MaterializedEngine(graph, trace_dtype, filtered=True)
+        self.engine = MaterializedEngine(graph, trace_dtype, filtered=True, backend=backend)
 
     def init(self, factors: Factors) -> Trace:
         """A zero trace, from factors or their shapes."""

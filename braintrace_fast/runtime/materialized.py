@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ..compiler import ETraceGraph, HiddenGroup, HiddenParamOpRelation
 from ..errors import NotSupportedError
 from ..kernels.adjoint_scan import adjoint_scan
+from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.planes import Plane, add, read_trace, times
 from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
@@ -43,6 +44,8 @@ class MaterializedEngine:
         Whether the gradient of windows is asked for: it reads every plane at the window's entry.
     filtered : bool
         Whether every group has its planes a second time, filtered.
+    backend : Backend
+        What to run kernels with.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class MaterializedEngine:
         trace_dtype: Any = None,
         windows: bool = False,
         filtered: bool = False,
+        backend: Backend = PLAIN,
     ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
+        self.backend = backend
         self.relations = list(graph.hidden_param_op_relations)
         self.alive, self.kept = (
             [
@@ -109,7 +114,8 @@ class MaterializedEngine:
                 relation.hidden_groups, factors.f[r], entry.trace[r], strict=True
             ):
                 D = [list(map(entry.zero_or, row)) for row in factors.D[group.index]]
-                groups.append(trace_step(rules, factors.x[r], D, f, old)[0])
+                new_planes, _ = trace_step(rules, factors.x[r], D, f, old, backend=self.backend)
+                groups.append(new_planes)
             new.append(tuple(groups))
         return tuple(new)
 
@@ -194,6 +200,7 @@ class MaterializedEngine:
                 None if signals is None else signals.L[group.index],
                 None if signals is None else signals.R[group.index],
                 carry=entry is not None,
+                backend=self.backend,
             )
             for k, (r, place) in enumerate(feeding):
                 backs[r].append(found.w[k])
@@ -205,6 +212,7 @@ class MaterializedEngine:
                         found.u[k],
                         entry.trace[r][place],
                         list(map(entry.zero_or, found.nu)),
+                        backend=self.backend,
                     )
                     if total is not None:
                         total.add_past(r, read)

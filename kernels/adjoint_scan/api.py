@@ -1,9 +1,11 @@
 """The checked entry point of ``adjoint_scan``."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from .. import dispatch
+from ..dispatch import PLAIN, Backend
 from ..planes import Plane
-from . import reference
 from .reference import Adjoint
 
 __all__ = ['Adjoint', 'adjoint_scan']
@@ -18,6 +20,7 @@ def adjoint_scan(
     R: Planes | None = None,
     *,
     carry: bool = False,
+    backend: Backend = PLAIN,
 ) -> Adjoint:
     """Go back through a window of K steps of one group.
 
@@ -42,6 +45,8 @@ def adjoint_scan(
         What the loss reads of the states before the step, per plane.
     carry : bool
         Whether ``P`` and ``u`` are wanted.
+    backend : Backend
+        What to run it with.
 
     Returns
     -------
@@ -66,4 +71,8 @@ def adjoint_scan(
             f'adjoint_scan: the planes have the shapes {sorted(shapes)}; all of one group must be '
             'of one shape (steps, *varshape), and there must be one.'
         )
-    return reference.adjoint_scan(D, f, L, R, carry)
+
+    def bind(function: Any) -> Any:
+        return lambda D, f, L, R: function(D, f, L, R, carry)
+
+    return dispatch.run('adjoint_scan', backend, bind, D, f, L, R)

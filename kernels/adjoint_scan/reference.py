@@ -1,15 +1,14 @@
 """The definition of ``adjoint_scan`` in plain JAX, which is also what runs without a kernel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax, tree
 
 from ..planes import Plane, add, closure, times
 
-__all__ = ['Adjoint', 'adjoint_scan']
+__all__ = ['Adjoint', 'adjoint_scan', 'recurrence']
 
 Planes = Sequence[Plane]
 
@@ -45,24 +44,29 @@ def adjoint_scan(
     carry: bool,
 ) -> Adjoint:
     """See :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan`."""
-    size = range(len(D))
     like = next(plane for planes in (*D, *f, L or ()) for plane in planes if plane is not None)
-    zero = jnp.zeros(like.shape[1:], like.dtype)
+    body, numbers = recurrence(D, L, R, carry)
+    start = tree.map(lambda number: jnp.full_like(like, number, shape=like.shape[1:]), numbers)
+    (nu, P), (w, u) = lax.scan(body, start, (D, f, L, R), reverse=True)
+    return Adjoint(nu, w, P, u)
+
+
+def recurrence(
+    D: Sequence[Planes], L: Planes | None, R: Planes | None, carry: bool
+) -> tuple[Callable[[Any, Any], Any], Any]:
+    """One step back, as ``lax.scan`` wants it, and ``nu`` and ``P`` before it.
+
+    The step is from ``(nu, P)`` and ``(D, f, L, R)`` to ``(nu, P)`` and ``(w, u)``. The start has a
+    number per plane, None where the plane is structurally zero. Of ``D``, ``L`` and ``R`` only
+    matters here what is None.
+    """
+    size = range(len(D))
     pattern = [[plane is not None for plane in row] for row in D]
     alive = [
         L is not None and (any(row[q] for row in pattern) or (R is not None and R[q] is not None))
         for q in size
     ]
     reached = closure(pattern)
-    nu = tuple(zero if a else None for a in alive)
-    P: Any = ()
-    if carry:
-        P = tuple(
-            tuple(
-                (jnp.ones_like(zero) if s == q else zero) if reached[s][q] else None for q in size
-            )
-            for s in size
-        )
 
     def body(state: Any, step: Any) -> Any:
         nu, P = state
@@ -80,18 +84,19 @@ def adjoint_scan(
         if carry:
             P = tuple(
                 tuple(
-                    _or_zero(add(times(row[r], D[r][q]) for r in size), zero)
+                    _or_zero(add(times(row[r], D[r][q]) for r in size), row[s])
                     if reached[s][q]
                     else None
                     for q in size
                 )
                 for s, row in enumerate(P)
             )
-        return (nu, P), (w, u)
+        return (nu, P), (w, u if carry else ())
 
-    (nu, P), (w, u) = lax.scan(body, (nu, P), (D, f, L, R), reverse=True)
-    return Adjoint(nu, w, P, u if carry else ())
+    nu = tuple(0.0 if a else None for a in alive)
+    P = tuple(tuple(float(s == q) if reached[s][q] else None for q in size) for s in size if carry)
+    return body, (nu, P)
 
 
-def _or_zero(plane: Plane, zero: jax.Array) -> jax.Array:
-    return zero if plane is None else plane
+def _or_zero(plane: Plane, like: Any) -> Plane:
+    return jnp.zeros_like(like) if plane is None else plane

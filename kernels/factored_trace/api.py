@@ -1,16 +1,18 @@
 """The checked entry points of ``factored_trace``."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from ..planes import Plane
-from . import reference
+from .. import dispatch
+from ..dispatch import PLAIN, Backend
+from ..planes import Plane, check_planes
 
 __all__ = ['factored_trace', 'smooth']
 
 
-def smooth(x: jax.Array, start: jax.Array, decay: float) -> jax.Array:
+def smooth(x: jax.Array, start: jax.Array, decay: float, *, backend: Backend = PLAIN) -> jax.Array:
     """``xhat_t = decay xhat_{t-1} + x_t`` for K steps.
 
     Parameters
@@ -21,6 +23,8 @@ def smooth(x: jax.Array, start: jax.Array, decay: float) -> jax.Array:
         ``xhat_0``, of shape ``(...)``.
     decay : float
         How much is kept from step to step.
+    backend : Backend
+        What to run it with.
 
     Returns
     -------
@@ -36,7 +40,11 @@ def smooth(x: jax.Array, start: jax.Array, decay: float) -> jax.Array:
     """
     if x.shape[1:] != start.shape:
         raise ValueError(f'smooth: x has shape {x.shape}, expected (steps, *{start.shape}).')
-    return reference.smooth(x, start, decay)
+
+    def bind(function: Any) -> Any:
+        return lambda x, start: function(x, start, decay)
+
+    return dispatch.run('factored_trace.smooth', backend, bind, x, start)
 
 
 def factored_trace(
@@ -44,6 +52,8 @@ def factored_trace(
     f: Sequence[Plane],
     start: Sequence[jax.Array],
     decay: float,
+    *,
+    backend: Backend = PLAIN,
 ) -> tuple[jax.Array, ...]:
     """``fhat_t[s] = decay sum_q D_t[s][q] fhat_{t-1}[q] + (1 - decay) f_t[s]`` for K steps.
 
@@ -57,15 +67,17 @@ def factored_trace(
         ``fhat_0[s]``, of shape ``varshape``.
     decay : float
         How much is kept from step to step.
+    backend : Backend
+        What to run it with.
 
     Returns
     -------
     tuple of array
         ``fhat_1[s] .. fhat_K[s]``, each of shape ``(K, *varshape)``.
     """
-    for name, found in (('D', D), ('f', f)):
-        if len(found) != len(start):
-            raise ValueError(
-                f'factored_trace: {name} has {len(found)} planes, expected {len(start)}.'
-            )
-    return reference.factored_trace(D, f, start, decay)
+    check_planes('factored_trace', len(start), D=D, f=f)
+
+    def bind(function: Any) -> Any:
+        return lambda D, f, start: function(D, f, start, decay)
+
+    return dispatch.run('factored_trace', backend, bind, D, f, start)

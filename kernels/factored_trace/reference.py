@@ -1,6 +1,6 @@
 """The definition of ``factored_trace`` in plain JAX, which is also what runs without a kernel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,17 +9,12 @@ from jax import lax
 
 from ..planes import Plane, add, times
 
-__all__ = ['factored_trace', 'smooth']
+__all__ = ['factored_trace', 'recurrence', 'smooth', 'smoothing']
 
 
 def smooth(x: jax.Array, start: jax.Array, decay: float) -> jax.Array:
     """See :func:`braintrace_fast.kernels.factored_trace.smooth`."""
-
-    def body(old: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
-        new = decay * old + now.astype(old.dtype)
-        return new, new
-
-    return lax.scan(body, start, x)[1]
+    return lax.scan(smoothing(decay), start, x)[1]
 
 
 def factored_trace(
@@ -29,6 +24,21 @@ def factored_trace(
     decay: float,
 ) -> tuple[jax.Array, ...]:
     """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
+    return lax.scan(recurrence(decay), tuple(start), (D, f))[1]
+
+
+def smoothing(decay: float) -> Callable[[Any, Any], Any]:
+    """One step of :func:`smooth`, for ``lax.scan``."""
+
+    def body(old: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new = decay * old + now.astype(old.dtype)
+        return new, new
+
+    return body
+
+
+def recurrence(decay: float) -> Callable[[Any, Any], Any]:
+    """One step of :func:`factored_trace`, from ``fhat`` and ``(D, f)``, for ``lax.scan``."""
 
     def body(old: Any, step: Any) -> Any:
         D, f = step
@@ -44,4 +54,4 @@ def factored_trace(
             new.append(jnp.zeros_like(old[s]) if total is None else total)
         return tuple(new), tuple(new)
 
-    return lax.scan(body, tuple(start), (D, f))[1]
+    return body

@@ -1,14 +1,15 @@
 """The checked entry point of ``trace_carry``."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
+from .. import dispatch
+from ..dispatch import PLAIN, Backend
 from ..planes import Plane, check_planes
 from ..trace_step import trace_step
-from . import blocked, reference
 
 __all__ = ['trace_carry']
 
@@ -20,6 +21,8 @@ def trace_carry(
     u: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None = None,
+    *,
+    backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a window of K steps, and what a signal reads of the one before.
 
@@ -39,6 +42,8 @@ def trace_carry(
         The trace at the entry, per plane; None for planes that are not kept.
     signal : sequence of array or None, optional
         What the loss says of the states at the entry, per plane.
+    backend : Backend
+        What to run it with.
 
     Returns
     -------
@@ -49,10 +54,10 @@ def trace_carry(
     """
     check_planes('trace_carry', len(trace), P=P, u=u, signal=signal)
     if x is not None and len(x) == 1:
-        return trace_step(rules, x[0], P, [p if p is None else p[0] for p in u], trace, signal)
+        f = [None if p is None else p[0] for p in u]
+        return trace_step(rules, x[0], P, f, trace, signal, backend=backend)
 
-    def by(module: Any) -> Any:
-        return lambda *operands: module.trace_carry(rules, *operands)
+    def bind(function: Any) -> Any:
+        return functools.partial(function, rules)
 
-    operands = (x, tuple(map(tuple, P)), tuple(u), tuple(trace), signal and tuple(signal))
-    return lax.platform_dependent(*operands, cpu=by(blocked), default=by(reference))
+    return dispatch.run('trace_carry', backend, bind, x, P, u, trace, signal)

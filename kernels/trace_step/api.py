@@ -1,12 +1,14 @@
 """The checked entry point of ``trace_step``."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from .. import dispatch
+from ..dispatch import PLAIN, Backend
 from ..planes import Plane, check_planes
-from . import reference
 
 __all__ = ['trace_step']
 
@@ -18,6 +20,8 @@ def trace_step(
     f: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None = None,
+    *,
+    backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a step, and what a signal reads of the trace before.
 
@@ -37,6 +41,8 @@ def trace_step(
         The trace before the step, per plane; None for planes that are not kept.
     signal : sequence of array or None, optional
         What the loss says of the states before the step, per plane.
+    backend : Backend
+        What to run it with.
 
     Returns
     -------
@@ -46,4 +52,8 @@ def trace_step(
         What the signal reads, shaped like the weights; None if it reads nothing.
     """
     check_planes('trace_step', len(trace), D=D, f=f, signal=signal)
-    return reference.trace_step(rules, x, D, f, trace, signal)
+
+    def bind(function: Any) -> Any:
+        return functools.partial(function, rules)
+
+    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal)

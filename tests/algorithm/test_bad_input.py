@@ -271,6 +271,53 @@ def test_windows_of_weights_that_vary_in_time_under_pp_prop():
         learner.compile_graph(inputs(0, 1)[0])
 
 
+class Leaky(brainstate.nn.Module):
+    """A masked weight into a leaky state; the output may take another way."""
+
+    def __init__(self, mask=1, output=lambda h: h):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.ones((3, 4)))
+        self.mask = mask
+        self.output = output
+        self.h = brainstate.HiddenState(jnp.zeros(4))
+
+    def update(self, x):
+        mask = self.mask.value if isinstance(self.mask, brainstate.State) else self.mask
+        weight = self.w.value * (mask['mask'] if isinstance(mask, dict) else mask)
+        self.h.value = 0.9 * self.h.value + btf.matmul(x, weight)
+        return self.output(self.h.value)
+
+
+MASK = jnp.ones((3, 4), jnp.int32)
+
+
+@pytest.mark.parametrize('value', [MASK, {'mask': MASK, 'scale': jnp.ones(4)}])
+def test_the_gradient_by_integers(value):
+    model = Leaky(brainstate.ParamState(value))
+    learner = btf.compile(model, btf.D_RTRL, XS[0, 0])
+    with pytest.raises(TypeError, match=r"'mask',.* holds int32.*weights="):
+        learner.etrace_grad(XS[:, 0], step_fn=loss_of(learner))
+    weights = {'w': model.w}
+    grads = learner.etrace_grad(XS[:, 0], step_fn=loss_of(learner), weights=weights)
+    assert jnp.abs(grads['w']).max() > 0
+
+
+def halved_thrice(h):
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] / 2), (0, h))[1]
+
+
+def test_windows_whose_loss_reads_a_while_loop():
+    learner = btf.compile(
+        Leaky(output=halved_thrice), btf.D_RTRL, XS[0, 0], vjp_method='multi-step'
+    )
+
+    def losses(x):
+        return jnp.sum(learner(btf.MultiStepData(x)) ** 2, -1)
+
+    with pytest.raises(btf.NotSupportedError, match=r'test_bad_input.py:\d+ .*single-step.*scan'):
+        learner.etrace_grad(XS[:, 0], step_fn=losses, chunk_size=2)
+
+
 @pytest.mark.parametrize('backend', ['auto', 'jax', 'pallas', 'interpret'])
 def test_the_backend_is_stored(backend):
     assert new_learner(backend=backend).backend == backend

@@ -47,10 +47,15 @@ def run_with_hash_seed(seed: int) -> subprocess.Popen:
         'from tests.compiler.test_determinism import *\n'
         "print('\\n'.join(map(canonical_text, NAMES)))"
     )
+    settings = {
+        'PYTHONHASHSEED': str(seed),
+        'PYTHONPATH': str(ROOT),
+        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # only initialisers are run
+    }
     return subprocess.Popen(
         [sys.executable, '-c', program],
         cwd=ROOT,
-        env={**os.environ, 'PYTHONHASHSEED': str(seed), 'PYTHONPATH': str(ROOT)},
+        env={**os.environ, **settings},
         stdout=subprocess.PIPE,
         text=True,
     )

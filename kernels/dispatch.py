@@ -1,0 +1,141 @@
+"""Which implementation of an op runs on which platform, and why.
+
+An op is a folder with ``reference.py`` and, where there are kernels, ``triton.py`` and
+``mosaic.py``, or ``blocked.py`` for CPUs; each has a function of the op's name. One traced program
+holds the implementations of all platforms (:func:`jax.lax.platform_dependent`); lowering picks one.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from jax import lax
+
+__all__ = ['BLOCKED', 'KERNELS', 'PLAIN', 'Backend', 'Choice', 'FallbackError', 'recording', 'run']
+
+KERNELS = {'cuda': 'triton', 'tpu': 'mosaic'}
+"""The kind of kernel of each platform."""
+
+BLOCKED = frozenset({'trace_carry'})
+"""Ops that have an implementation of their own for CPUs."""
+
+logger = logging.getLogger('braintrace_fast')
+_logged: set[Any] = set()
+_record: ContextVar[list['Choice'] | None] = ContextVar('record', default=None)
+
+
+class FallbackError(RuntimeError):
+    """There is no kernel for an op on a platform where plain JAX was not to be taken instead."""
+
+
+class Backend(NamedTuple):
+    """What was asked for, as it is passed to every op.
+
+    Attributes
+    ----------
+    name : {'jax', 'pallas', 'interpret'}
+        Plain JAX; kernels where there are any; or kernels in Pallas' interpreter.
+    strict : frozenset of str
+        Platforms on which it is an error if there is no kernel.
+    """
+
+    name: str = 'jax'
+    strict: frozenset[str] = frozenset()
+
+
+PLAIN = Backend()
+
+
+class Choice(NamedTuple):
+    """The implementation of an op on a platform.
+
+    Attributes
+    ----------
+    op, platform, implementation : str
+        What, where, and by what.
+    reason : str
+        Why.
+    """
+
+    op: str
+    platform: str
+    implementation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f'{self.op} on {self.platform}: {self.implementation}, {self.reason}'
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Choice]]:
+    """Collect the choices that are made inside."""
+    found: list[Choice] = []
+    token = _record.set(found)
+    try:
+        yield found
+    finally:
+        _record.reset(token)
+
+
+def run(
+    op: str, backend: Backend, bind: Callable[[Any], Callable[..., Any]], *operands: Any
+) -> Any:
+    """Run an op on its operands.
+
+    Parameters
+    ----------
+    op : str
+        Its name, which is that of its folder and of its function; ``folder.function`` for a
+        second function, whose ``supports`` is called ``supports_function``.
+    backend : Backend
+        What was asked for.
+    bind : callable
+        Gives an implementation its other arguments: ``bind(function)(*operands)``.
+    *operands
+        Trees of arrays, with None where a plane is structurally zero.
+    """
+    reference = bind(_function(op, 'reference'))
+    if backend.name == 'interpret':
+        reason = bind(_function(op, 'triton', 'supports'))(*operands)
+        _note(op, 'interpret', 'triton', reason, backend)
+        kernel = functools.partial(_function(op, 'triton'), interpret=True)
+        return (reference if reason else bind(kernel))(*operands)
+    by_platform = {'cpu': bind(_function(op, 'blocked'))} if op in BLOCKED else {}
+    if backend.name == 'pallas':
+        for platform, kind in KERNELS.items():
+            reason = bind(_function(op, kind, 'supports'))(*operands)
+            _note(op, platform, kind, reason, backend)
+            if reason is None:
+                by_platform[platform] = bind(_function(op, kind))
+        _note(op, 'cpu', 'none', 'there are no kernels for CPUs', backend)
+    if not by_platform:
+        return reference(*operands)
+    return lax.platform_dependent(*operands, default=reference, **by_platform)
+
+
+def _function(op: str, module: str, kind: str = '') -> Any:
+    """An implementation of an op; Pallas is imported with the first kernel."""
+    folder, _, name = op.partition('.')
+    function = f'{kind}_{name}'.strip('_') if kind else name or folder
+    return getattr(importlib.import_module(f'.{folder}.{module}', __package__), function)
+
+
+def _note(op: str, platform: str, kind: str, reason: str | None, backend: Backend) -> None:
+    """Record, log and if need be refuse a choice; ``reason`` is why there is no kernel."""
+    if reason and platform in backend.strict:
+        raise FallbackError(
+            f'{op} has no kernel on {platform}: {reason}. Change that, leave {platform!r} out of '
+            "strict=, or use backend='jax'."
+        )
+    choice = Choice(op, platform, 'jax' if reason else kind, reason or 'asked for')
+    found = _record.get()
+    if found is not None and choice not in found:
+        found.append(choice)
+    if choice not in _logged:
+        _logged.add(choice)
+        level = logging.INFO if reason and platform != 'cpu' else logging.DEBUG
+        logger.log(level, '%s', choice)

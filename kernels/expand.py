@@ -1,0 +1,127 @@
+"""Primitives that a kernel language lacks, in terms of those that it has.
+
+Each expansion is a function of the operands, with the parameters of the primitive as keywords; in a
+kernel it is evaluated on tiles. What comes from other libraries is expanded on every platform, and
+the rest where it is missing.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ['EXPANSIONS', 'register_expansion']
+
+EXPANSIONS: dict[str, dict[str, Callable[..., Any]]] = {'triton': {}, 'mosaic': {}}
+"""By kind of kernel and name of primitive."""
+
+
+def register_expansion(
+    primitive: str, function: Callable[..., Any], kinds: Collection[str] = ('triton', 'mosaic')
+) -> None:
+    """Let kernels evaluate a primitive that they lack.
+
+    Parameters
+    ----------
+    primitive : str
+        The primitive's name.
+    function : callable
+        ``(*operands, **params)``, in position-wise JAX that kernels have; returns the result, or a
+        tuple or list of results if the primitive has several.
+    kinds : collection of {'triton', 'mosaic'}
+        For which kernels.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from braintrace_fast.kernels.expand import register_expansion
+    >>> register_expansion('my_spike', lambda v: jnp.where(v >= 0, 1.0, 0.0))
+    """
+    unknown = {*kinds} - {*EXPANSIONS}
+    if unknown:
+        raise ValueError(f'There are no {sorted(unknown)} kernels; choose among {[*EXPANSIONS]}.')
+    for kind in kinds:
+        EXPANSIONS[kind][primitive] = function
+
+
+def _heaviside(x: jax.Array, dx: jax.Array | None = None, **_: Any) -> tuple[jax.Array]:
+    """The spike of a surrogate: 1 from threshold on. What it is learned by is not evaluated."""
+    return (jnp.where(x >= 0, 1, 0).astype(x.dtype),)
+
+
+def _exprel(x: jax.Array, **_: Any) -> tuple[jax.Array]:
+    """``(exp(x) - 1) / x``, by its series where that cancels."""
+    near = jnp.abs(x) < 0.1
+    apart = jnp.where(near, 1, x)
+    series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6))))
+    return (jnp.where(near, series, (jnp.exp(apart) - 1) / apart),)
+
+
+def _expm1(x: jax.Array, **_: Any) -> jax.Array:
+    """By its series near zero, where ``exp(x) - 1`` cancels."""
+    near = jnp.abs(x) < 0.1
+    series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))))
+    return jnp.where(near, series, jnp.exp(x) - 1)
+
+
+def _cbrt(x: jax.Array, **_: Any) -> jax.Array:
+    size = jnp.where(x == 0, 1, jnp.abs(x))
+    root = jnp.exp(jnp.log(size) / 3)
+    root = root - (root - size / (root * root)) / 3  # one step of Newton's
+    return jnp.where(x == 0, 0, jnp.sign(x) * root)
+
+
+def _atan(x: jax.Array, **_: Any) -> jax.Array:
+    return lax.atan2(x, jnp.ones_like(x))
+
+
+def _sinh(x: jax.Array) -> jax.Array:
+    rise = _expm1(jnp.abs(x))
+    return jnp.sign(x) * (rise + rise / (rise + 1)) / 2
+
+
+def _cosh(x: jax.Array) -> jax.Array:
+    rise = jnp.exp(jnp.abs(x))
+    return (rise + 1 / rise) / 2
+
+
+def _erf(x: jax.Array, **_: Any) -> jax.Array:
+    """Its Taylor series near zero, beyond that Abramowitz and Stegun 7.1.26: 2e-7 at most apart."""
+    size = jnp.abs(x)
+    t = 1 / (1 + 0.3275911 * size)
+    tail = t * (
+        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    )
+    square = x * x
+    series = 1 - square * (1 / 3 - square * (0.1 - square * (1 / 42 - square / 216)))
+    near = 1.1283791670955126 * x * series
+    return jnp.where(size < 0.5, near, jnp.sign(x) * (1 - tail * jnp.exp(-square)))
+
+
+def _round(x: jax.Array, *, rounding_method: Any = 0, **_: Any) -> jax.Array:
+    below = jnp.floor(x)
+    to_even = int(rounding_method) == 1
+    half = below - 2 * jnp.floor(below / 2) if to_even else jnp.where(x < 0, 0.0, 1.0)
+    rest = x - below
+    return jnp.where(rest == 0.5, below + half, jnp.floor(x + 0.5)).astype(x.dtype)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return x * x
+
+
+_function: Callable[..., Any]
+for _name, _function in {'heaviside': _heaviside, 'exprel': _exprel}.items():
+    register_expansion(_name, _function)
+for _name, _function in {'erf': _erf, 'round': _round}.items():
+    register_expansion(_name, _function, ['triton'])
+for _name, _function in {
+    'expm1': _expm1,
+    'cbrt': _cbrt,
+    'atan': _atan,
+    'sinh': _sinh,
+    'cosh': _cosh,
+}.items():
+    register_expansion(_name, _function, ['mosaic'])

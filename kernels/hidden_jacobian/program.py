@@ -1,0 +1,199 @@
+"""A position-wise function of arrays, as a program that can be evaluated on tiles of them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..expand import EXPANSIONS
+from . import reference
+
+__all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason']
+
+COMMON = frozenset(
+    """
+    abs add add_any and ceil clamp convert_element_type cos div eq exp exp2 floor ge gt integer_pow
+    is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt select_n sign sin
+    sqrt square sub tan tanh xor
+    """.split()
+)
+KNOWN = {
+    'triton': COMMON
+    | set('acos acosh asin asinh atan atan2 atanh cbrt cosh erf_inv expm1 nextafter sinh'.split()),
+    'mosaic': COMMON | {'atan2', 'erf', 'erf_inv', 'nextafter', 'round'},
+}
+"""What a kernel language evaluates position by position."""
+
+UNCHANGED = frozenset('broadcast_in_dim copy expand_dims reshape squeeze stop_gradient'.split())
+"""What does nothing on tiles, which broadcast by themselves."""
+
+FLOATS = ('float32', 'bfloat16')
+OTHERS = ('bool', 'int8', 'int16', 'int32', 'uint8', 'uint16', 'uint32')
+
+
+class Program(NamedTuple):
+    """A traced function.
+
+    Attributes
+    ----------
+    jaxpr : Jaxpr
+        What it does.
+    operands : tuple
+        The values of its variables: arrays that it holds itself, then what it was traced for.
+    structure : PyTreeDef
+        The structure of its results.
+    varshape : tuple of int
+        The positions.
+    """
+
+    jaxpr: Any
+    operands: tuple[Any, ...]
+    structure: Any
+    varshape: tuple[int, ...]
+
+
+def program_of(transition: Any, constants: Any, inputs: Sequence[jax.Array]) -> Program:
+    """The derivatives of a transition, as :func:`reference.hidden_jacobian` takes them."""
+
+    def planes(constants: Any, inputs: Any) -> Any:
+        return reference.hidden_jacobian(transition, constants, inputs)
+
+    closed, shapes = jax.make_jaxpr(planes, return_shape=True)(constants, inputs)
+    given = jax.tree.leaves((constants, inputs))
+    return Program(
+        closed.jaxpr,
+        (*closed.consts, *given),
+        jax.tree.structure(shapes),
+        tuple(inputs[0].shape),
+    )
+
+
+def kind_of(shape: Sequence[int], varshape: Sequence[int]) -> str:
+    """What an array holds beside states of a shape: a ``'full'`` one has a number per position.
+
+    One ``'row'`` serves all, or a ``'column'`` has a number for each of them, or there is ``'one'``
+    number in all; anything else is ``'other'``.
+    """
+    if math.prod(shape) == 1:
+        return 'one'
+    if tuple(shape) == tuple(varshape):
+        return 'full'
+    if math.prod(shape) == shape[-1] == varshape[-1]:
+        return 'row'
+    return 'column' if tuple(shape) == (*varshape[:-1], 1) else 'other'
+
+
+def reason(transition: Any, constants: Any, inputs: Sequence[Any], kind: str) -> str | None:
+    """Why a kind of kernel cannot take this transition, or None."""
+    if any(transition.widths):
+        return 'a state holds several planes along an axis of its own'
+    if any(transition.shared):
+        return 'an op has fewer axes than the states that it feeds'
+    if transition.forward_only:
+        return 'the transition has a while loop'
+    if not inputs[0].size:
+        return 'there are no positions'
+    if not any(map(any, transition.pattern)):
+        return 'all derivatives are zero'
+    program = program_of(transition, constants, inputs)
+    for operand in program.operands:
+        if operand.dtype.name not in (*FLOATS, *OTHERS):
+            return f'an operand is of type {operand.dtype}'
+        if kind_of(operand.shape, program.varshape) == 'other':
+            return f'an operand has shape {operand.shape} beside states of {program.varshape}'
+    return _unknown(program.jaxpr, program.varshape, KNOWN[kind] | {*EXPANSIONS[kind]})
+
+
+def _unknown(jaxpr: Any, varshape: tuple[int, ...], known: frozenset[str] | set[str]) -> str | None:
+    """The first equation that tiles cannot be put through, or None."""
+    for eqn in _needed(jaxpr):
+        name, inner = eqn.primitive.name, _inner(eqn)
+        if inner is not None:
+            found = _unknown(inner[0], varshape, known)
+            if found:
+                return found
+        elif name not in known | UNCHANGED:
+            return f'{name} has no expansion (see register_expansion)'
+        for v in eqn.outvars:
+            if kind_of(v.aval.shape, varshape) == 'other':
+                return f'{name} makes an array of shape {v.aval.shape}'
+        if name in UNCHANGED and not _is_unchanged(eqn, varshape):
+            return f'{name} moves positions'
+    return None
+
+
+def _is_unchanged(eqn: Any, varshape: tuple[int, ...]) -> bool:
+    """Whether what the equation does is what tiles do by themselves when they meet."""
+    old, new = (kind_of(v.aval.shape, varshape) for v in (eqn.invars[0], *eqn.outvars))
+    if old in ('one', new):
+        return True
+    last_axis = eqn.params.get('broadcast_dimensions', (None,))[-1]
+    return new == 'full' and (old == 'column' or last_axis == len(varshape) - 1)
+
+
+def evaluate(jaxpr: Any, kind: str, values: Sequence[Any]) -> list[Any]:
+    """The results of a program for tiles of its operands."""
+    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+
+    def read(atom: Any) -> Any:
+        return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, 'val') else known[atom]
+
+    for eqn in _needed(jaxpr):
+        operands, inner = [read(atom) for atom in eqn.invars], _inner(eqn)
+        if inner is not None:
+            results = evaluate(inner[0], kind, [*inner[1], *operands])
+        elif all(isinstance(a, np.ndarray) for a in operands):  # of numbers that are known now
+            with jax.ensure_compile_time_eval():
+                results = [np.asarray(a) for a in _apply(eqn, {}, operands)]
+        else:
+            results = _apply(eqn, EXPANSIONS[kind], [_traced(a) for a in operands])
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [_traced(read(atom)) for atom in jaxpr.outvars]
+
+
+def _traced(value: Any) -> jax.Array:
+    """A number that a kernel can work with: it cannot hold arrays."""
+    return jnp.full((), value.item(), value.dtype) if isinstance(value, np.ndarray) else value
+
+
+def _apply(
+    eqn: Any, expansions: Mapping[str, Callable[..., Any]], operands: list[Any]
+) -> list[Any]:
+    name = eqn.primitive.name
+    if name in UNCHANGED:
+        return operands[:1]
+    if name in expansions:
+        results = expansions[name](*operands, **eqn.params)
+        return list(results) if eqn.primitive.multiple_results else [_single(results)]
+    shape = jnp.broadcast_shapes(*map(jnp.shape, operands))
+    tiles = [jnp.broadcast_to(a, shape) for a in operands]
+    results = eqn.primitive.bind(*tiles, **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _single(results: Any) -> Any:
+    return results[0] if isinstance(results, tuple | list) else results
+
+
+def _inner(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The jaxpr and the constants of an equation that calls one."""
+    if eqn.primitive.name in ('cond', 'while', 'scan'):
+        return None
+    for name in ('jaxpr', 'call_jaxpr', 'fun_jaxpr'):
+        inner = eqn.params.get(name)
+        if inner is not None:
+            return (inner.jaxpr, inner.consts) if hasattr(inner, 'consts') else (inner, ())
+    return None
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """The equations that results depend on, in order."""
+    wanted, found = {v for v in jaxpr.outvars if not hasattr(v, 'val')}, []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in wanted for v in eqn.outvars):
+            wanted.update(v for v in eqn.invars if not hasattr(v, 'val'))
+            found.append(eqn)
+    return found[::-1]

@@ -1,0 +1,77 @@
+"""``hidden_jacobian`` on a GPU: all derivatives of a position in the registers of one thread.
+
+Arrays are ``(rows, columns)``; a program owns ``BLOCK`` columns of a row. Operands with one number
+per column, per row or in all are read as they are; without the first two, all positions make one
+row. Lanes past the last column load ones and store nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from .._pallas import result, split
+from ..planes import Plane
+from .program import evaluate, kind_of, program_of, reason
+from .tiling import as_rows
+
+__all__ = ['hidden_jacobian', 'supports']
+
+BLOCK = 128
+WARPS = 4
+
+
+def supports(
+    transition: Any, constants: Sequence[Sequence[Any]], inputs: Sequence[Any]
+) -> str | None:
+    """Why there is no kernel for this transition, or None."""
+    return reason(transition, constants, inputs, 'triton')
+
+
+def hidden_jacobian(
+    transition: Any,
+    constants: Sequence[Sequence[jax.Array]],
+    inputs: Sequence[jax.Array],
+    *,
+    interpret: bool = False,
+) -> list[list[Plane]]:
+    """See :func:`braintrace_fast.kernels.hidden_jacobian.hidden_jacobian`."""
+    program = program_of(transition, constants, inputs)
+    kinds = [kind_of(a.shape, program.varshape) for a in program.operands]
+    rows, columns = as_rows(program.varshape, flat=not {'row', 'column'} & {*kinds})
+    shapes = {'one': (1,), 'row': (columns,), 'column': (rows,), 'full': (rows, columns)}
+    specs = {
+        'one': pl.BlockSpec((1,), lambda i, j: (0,)),
+        'row': pl.BlockSpec((BLOCK,), lambda i, j: (j,)),
+        'column': pl.BlockSpec((1,), lambda i, j: (i,)),
+        'full': pl.BlockSpec((None, BLOCK), lambda i, j: (i, j)),
+    }
+    operands = [a.reshape(shapes[k]) for a, k in zip(program.operands, kinds, strict=True)]
+    dtypes = [v.aval.dtype for v in program.jaxpr.outvars]
+
+    def kernel(*refs: Any) -> None:
+        given, planes = split(refs, len(operands))
+        inside = pl.program_id(1) * BLOCK + lax.iota(jnp.int32, BLOCK) < columns
+        tiles = [
+            ref[0] if kind in ('one', 'column') else plgpu.load(ref, mask=inside, other=1)
+            for ref, kind in zip(given, kinds, strict=True)
+        ]
+        found = evaluate(program.jaxpr, 'triton', tiles)
+        for ref, plane in zip(planes, found, strict=True):
+            plgpu.store(ref, jnp.broadcast_to(plane, (BLOCK,)), mask=inside)
+
+    planes = pl.pallas_call(
+        kernel,
+        name='hidden_jacobian',
+        grid=(rows, pl.cdiv(columns, BLOCK)),
+        in_specs=[specs[kind] for kind in kinds],
+        out_specs=[specs['full']] * len(dtypes),
+        out_shape=[result((rows, columns), dtype, operands) for dtype in dtypes],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+    )(*operands)
+    return jax.tree.unflatten(program.structure, [p.reshape(program.varshape) for p in planes])

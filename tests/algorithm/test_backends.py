@@ -1,0 +1,149 @@
+"""A learner gives the same gradients with every backend, and the kernels are in what is lowered."""
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import saiunit as u
+
+import braintrace_fast as btf
+from tests.models import MODELS
+
+RULES = {
+    'd_rtrl': (btf.D_RTRL, {}),
+    'pp_prop': (btf.pp_prop, {'decay_or_rank': 0.9}),
+    'eprop': (btf.EProp, {'kappa_filter_decay': 0.5}),
+}
+OPS = {
+    'd_rtrl': {'hidden_jacobian', 'adjoint_scan', 'trace_carry'},
+    'pp_prop': {'hidden_jacobian', 'factored_trace', 'factored_trace.smooth'},
+}
+FEW = ['lif_expon', 'gru', 'alif_expon']
+CALLS = {'cuda': '__gpu$xla.gpu.triton', 'tpu': 'tpu_custom_call'}
+
+
+def new_learner(name, rule, **options):
+    model, inputs = MODELS[name].build(3)
+    xs = inputs(0, 5)
+    algorithm, own = RULES[rule]
+    learner = algorithm(model, **own, **options)
+    learner.compile_graph(jax.tree.map(lambda a: a[0], xs))
+    return learner, xs
+
+
+def gradient(learner, xs, start, **options):
+    for state, value in start:
+        state.value = value
+    learner.reset_state()
+    first, rest = (jax.tree.map(lambda a, p=part: a[p], xs) for part in (slice(2), slice(2, None)))
+    loss = lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)  # noqa: E731
+    learner.etrace_evolve(first)
+    return learner.etrace_grad(rest, step_fn=loss, **options)
+
+
+def start_of(learner):
+    return [(state, state.value) for state in learner.model.states().values()]
+
+
+def assert_same(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max() + 1e-6))
+
+
+def check(name, rule):
+    learner, xs = new_learner(name, rule)
+    start = start_of(learner)
+    expected = gradient(learner, xs, start)
+    assert any(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(expected))
+    for backend in ('interpret', 'pallas'):
+        assert_same(gradient(learner.with_backend(backend), xs, start), expected)
+
+
+@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize('name', FEW)
+def test_backends_agree(name, rule):
+    check(name, rule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop'])
+@pytest.mark.parametrize('name', [name for name in MODELS if name not in FEW])
+def test_backends_agree_on_the_table(name, rule):
+    check(name, rule)
+
+
+@pytest.mark.parametrize('name', FEW)
+def test_steps_agree(name):
+    """Called step by step, where the trace moves in every step."""
+    learner, xs = new_learner(name, 'd_rtrl')
+    start = start_of(learner)
+
+    def run(learner):
+        for state, value in start:
+            state.value = value
+        learner.reset_state()
+        weights = learner.param_states
+
+        def loss(x):
+            return jnp.sum(u.get_mantissa(learner(x)) ** 2)
+
+        return [
+            brainstate.transform.grad(loss, weights)(jax.tree.map(lambda a, t=t: a[t], xs))
+            for t in range(3)
+        ]
+
+    assert_same(run(learner.with_backend('interpret')), run(learner))
+
+
+@pytest.mark.parametrize('platform', CALLS)
+@pytest.mark.parametrize('rule', OPS)
+def test_the_kernels_are_in_what_is_lowered(rule, platform):
+    learner, xs = new_learner('lif_expon', rule, backend='pallas')
+    plain = learner.with_backend('jax')
+
+    def lowered(learner):
+        def run(xs):
+            loss = lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)  # noqa: E731
+            return learner.etrace_grad(xs, step_fn=loss)
+
+        function = brainstate.transform.StatefulFunction(run, return_only_write=False)
+        function.make_jaxpr(xs)
+        values = [state.value for state in function.get_state_trace(xs).states]
+        traced = jax.jit(function.jaxpr_call).trace(values, xs)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    text = lowered(learner)
+    assert text.count(CALLS[platform]) >= len(OPS[rule])
+    for op in OPS[rule]:
+        assert op.split('.')[-1] in text
+    assert CALLS[platform] not in lowered(plain)
+
+
+def test_the_report_says_what_runs_where():
+    learner, _ = new_learner('lif_expon', 'd_rtrl', backend='pallas')
+    text = learner.report.to_str()
+    for op in (*OPS['d_rtrl'], 'trace_step'):
+        assert f'{op} on cuda: triton' in text
+        assert f'{op} on tpu: mosaic' in text
+        assert f'{op} on cpu: jax, there are no kernels for CPUs' in text
+    assert 'jax (asked for: auto)' in new_learner('gru', 'd_rtrl')[0].report.to_str()
+
+
+def test_what_falls_back_says_why():
+    learner, _ = new_learner('learned_leak', 'd_rtrl', backend='pallas')
+    assert 'hidden_jacobian on tpu: jax, an op has fewer axes' in learner.report.to_str()
+    with pytest.raises(btf.FallbackError, match='hidden_jacobian has no kernel on tpu'):
+        learner.with_backend('pallas', strict=['tpu'])
+    assert learner.with_backend('jax', strict=['tpu']).resolved_backend.name == 'jax'
+
+
+def test_a_learner_with_another_backend_goes_on_by_itself():
+    learner, xs = new_learner('gru', 'd_rtrl')
+    x = jax.tree.map(lambda a: a[0], xs)
+    learner(x)
+    other = learner.with_backend('interpret')
+    assert other.model is learner.model and other.backend == 'interpret'
+    assert int(other.running_index.value) == 1
+    other(x)
+    assert int(other.running_index.value) == 2 and int(learner.running_index.value) == 1

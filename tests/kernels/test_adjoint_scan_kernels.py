@@ -1,0 +1,222 @@
+"""The kernels of ``adjoint_scan``: interpreted against the exact reference, and lowered."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from braintrace_fast.kernels.adjoint_scan import mosaic, reference, triton
+from braintrace_fast.kernels.scan import mosaic as mosaic_scan
+from braintrace_fast.kernels.scan import triton as triton_scan
+from tests.kernel_checks import assert_close, count_calls, exact, lowered
+
+KERNELS = pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+PLATFORMS = pytest.mark.parametrize(
+    ('kernel', 'platform'), [(triton, 'cuda'), (mosaic, 'tpu')], ids=['cuda', 'tpu']
+)
+
+
+def planes(size, steps, shape, ops=1, density=1.0, dtype='float32', seed=0):
+    """Random ``D, f, L, R``; of a density below one some planes are absent."""
+    rng = np.random.default_rng(seed)
+
+    def plane(density=density):
+        value = jnp.asarray(rng.normal(size=(steps, *shape)) * 0.7, dtype)
+        return value if rng.random() < density else None
+
+    D = [[plane() for _ in range(size)] for _ in range(size)]
+    D[0][-1] = plane(1.0)
+    f = [[plane() for _ in range(size)] for _ in range(ops)]
+    L = [plane(1.0) for _ in range(size)]
+    R = [plane() for _ in range(size)]
+    return D, f, L, R
+
+
+def check(kernel, D, f, L, R, carry, interpret=True):
+    assert kernel.supports(D, f, L, R, carry) is None
+    found = kernel.adjoint_scan(D, f, L, R, carry, interpret=interpret)
+    narrow = jax.eval_shape(partial(reference.adjoint_scan, carry=carry), D, f, L, R)
+    assert_close(found, narrow, exact(partial(reference.adjoint_scan, carry=carry), D, f, L, R))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _short_turns(monkeypatch):
+    """Unroll less than a GPU wants: what the interpreter compiles is then shorter."""
+    monkeypatch.setattr(triton_scan, 'UNROLL', 2)
+
+
+CASES = {
+    'one neuron': dict(size=1, steps=1, shape=(1,)),
+    'no batch': dict(size=2, steps=11, shape=(37,), density=0.6, seed=1),
+    'batch 1': dict(size=2, steps=4, shape=(1, 3), ops=2, density=0.6, seed=2),
+    'two axes of neurons': dict(size=2, steps=3, shape=(2, 3, 5), density=0.6, seed=3),
+    'no axis': dict(size=2, steps=9, shape=(), density=0.5, seed=4),
+    'three planes': dict(size=3, steps=5, shape=(3, 5), density=0.4, seed=5),
+    'bfloat16': dict(size=2, steps=9, shape=(3, 33), dtype='bfloat16', seed=6),
+    'bfloat16, no batch': dict(size=1, steps=19, shape=(33,), dtype='bfloat16', seed=7),
+}
+
+
+@KERNELS
+@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
+def test_a_kernel_is_the_reference(kernel, case):
+    # The interpreter pads operands with NaN and starts results as NaN.
+    found = check(kernel, *planes(**case), carry=True)
+    assert all(np.any(np.asarray(leaf, 'float32')) for leaf in jax.tree.leaves(found.nu))
+
+
+@KERNELS
+def test_only_what_is_wanted_is_computed(kernel):
+    D, f, L, R = planes(2, 5, (2, 3), density=0.7, seed=8)
+    assert check(kernel, D, f, L, None, carry=False).P == ()
+    assert check(kernel, D, f, None, None, carry=True).nu == (None, None)
+    assert 'nothing' in kernel.supports(D, f, None, None, False)
+
+
+def test_what_no_result_needs_is_not_read():
+    D, f, L, R = planes(2, 3, (4,))
+    D[1] = [None, None]  # the second state forgets: its signal reaches no earlier step
+    window = triton_scan.window(triton.as_scan(D, f, L, R, False))
+    read = {id(plane) for plane in window.xs}
+    assert id(L[1]) not in read
+    assert {id(p) for p in (*D[0], *f[0], L[0], *R)} == read
+
+
+@pytest.mark.parametrize(
+    ('shape', 'steps', 'at_once'), [((9, 130), 7, 3), ((130,), 35, 16)], ids=['planes', 'rows']
+)
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_state_outlives_a_chunk(monkeypatch, capfd, shape, steps, at_once, dtype):
+    monkeypatch.setattr(mosaic_scan, 'REGISTERS', 1)
+    operands = planes(1, steps, shape, dtype=dtype)
+    window = mosaic_scan.window(mosaic.as_scan(*operands, True))
+    tile = mosaic_scan.choose_tile(window)._replace(steps=at_once)
+    monkeypatch.setattr(mosaic_scan, 'BUFFERS', mosaic_scan.chunk_bytes(window, tile))
+    assert mosaic_scan.choose_tile(window) == tile
+    assert steps > 2 * at_once and steps % at_once and shape[-1] > tile.lanes
+    check(mosaic, *operands, carry=True, interpret=pltpu.InterpretParams(detect_races=True))
+    assert 'RACE' not in capfd.readouterr().out
+
+
+def test_chunks_in_parallel_are_caught(monkeypatch):
+    monkeypatch.setattr(mosaic_scan, 'BUFFERS', 1)
+    params = partial(pltpu.CompilerParams, dimension_semantics=('parallel',) * 4)
+    monkeypatch.setattr(pltpu, 'CompilerParams', lambda dimension_semantics: params())
+    two_cores = pltpu.InterpretParams(num_cores_or_threads=2)
+    with pytest.raises(AssertionError):
+        check(mosaic, *planes(1, 4, (2, 3)), carry=True, interpret=two_cores)
+
+
+@KERNELS
+def test_a_tile_that_is_left_out_is_caught(kernel, monkeypatch):
+    monkeypatch.setattr(mosaic_scan, 'REGISTERS', 1)
+    monkeypatch.setattr(pl, 'cdiv', lambda a, b: max(1, a // b))
+    with pytest.raises(AssertionError):
+        check(kernel, *planes(1, 2, (130,)), carry=True)
+
+
+@PLATFORMS
+@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
+def test_a_kernel_lowers(kernel, platform, case):
+    operands = planes(**case)
+    text = lowered(partial(kernel.adjoint_scan, carry=True), *operands, platform=platform)
+    assert count_calls(text, platform) == 1
+
+
+BAD_TILES = [
+    (triton_scan, triton, 'cuda', triton_scan.Tile(48, 1, 1)),
+    (mosaic_scan, mosaic, 'tpu', mosaic_scan.Tile(10, 8, 64)),
+]
+
+
+@pytest.mark.parametrize(('scan', 'kernel', 'platform', 'tile'), BAD_TILES, ids=['cuda', 'tpu'])
+def test_a_bad_tile_does_not_lower(monkeypatch, scan, kernel, platform, tile):
+    monkeypatch.setattr(scan, 'choose_tile', lambda window: tile)
+    with pytest.raises(Exception, match=r'power of 2|divisible by'):
+        lowered(
+            partial(kernel.adjoint_scan, carry=True), *planes(1, 10, (8, 512)), platform=platform
+        )
+
+
+@PLATFORMS
+def test_a_kernel_batches_inside_a_scan(kernel, platform):
+    operands = planes(2, 3, (5,), density=0.7)
+    batched = jax.tree.map(lambda a: jnp.stack([a, -a]), operands)
+
+    def twice(run, *operands):
+        def body(total, _):
+            found = jax.vmap(partial(run, carry=True))(*operands)
+            return jax.tree.map(jnp.add, total, found), None
+
+        found = jax.eval_shape(jax.vmap(partial(run, carry=True)), *operands)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), found)
+        return jax.lax.scan(body, zeros, length=2)[0]
+
+    found = jax.jit(partial(twice, partial(kernel.adjoint_scan, interpret=True)))(*batched)
+    values = exact(partial(twice, reference.adjoint_scan), *batched)
+    assert_close(found, jax.eval_shape(partial(twice, reference.adjoint_scan), *batched), values)
+    text = lowered(partial(twice, kernel.adjoint_scan), *batched, platform=platform)
+    assert count_calls(text, platform) == 1
+
+
+@PLATFORMS
+def test_a_kernel_lowers_inside_shard_map(kernel, platform):
+    operands = planes(2, 3, (2, 4), density=0.7)
+    spec = jax.sharding.PartitionSpec
+
+    def run(*operands):
+        return kernel.adjoint_scan(*operands, carry=True)
+
+    found = jax.eval_shape(run, *operands)
+    outs = jax.tree.map(lambda a: spec(*[None] * (a.ndim - 2), 'batch', 'neurons'), found)
+    ins = spec(None, 'batch', 'neurons')
+    sharded = jax.shard_map(run, in_specs=ins, out_specs=outs)
+    text = lowered(sharded, *operands, platform=platform, batch=2, neurons=2)
+    assert count_calls(text, platform) == 1
+
+
+@KERNELS
+def test_a_kernel_says_what_it_does_not_take(kernel):
+    def asked(size, steps, shape, dtype='float32'):
+        plane = jax.ShapeDtypeStruct((steps, *shape), dtype)
+        return kernel.supports(
+            [[plane] * size] * size, [[plane] * size], [plane] * size, None, True
+        )
+
+    assert asked(8, 64, (64, 512)) is None
+    assert 'float16' in asked(1, 2, (3,), 'float16')
+    assert 'empty' in asked(1, 2, (0, 3))
+    assert 'empty' in asked(1, 0, (3,))
+    assert 'planes per position' in asked(40, 2, (3,))
+    one, other = jnp.ones((2, 3)), jnp.ones((2, 3), 'bfloat16')
+    assert 'bfloat16 and float32' in kernel.supports([[one]], [[other]], None, None, True)
+
+
+@pytest.mark.parametrize('shape', [(64, 512), (4096,)], ids=['planes', 'rows'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('size', [1, 3, 8])
+def test_a_chunk_fits_into_memory(size, dtype, shape):
+    plane = jax.ShapeDtypeStruct((10_000, *shape), dtype)
+    operands = [[plane] * size] * size, [[plane] * size] * 4, [plane] * size, [plane] * size
+    window = mosaic_scan.window(mosaic.as_scan(*operands, True))
+    tile = mosaic_scan.choose_tile(window)
+    assert mosaic_scan.vmem_bytes(window, tile) < 14 * 2**20
+    assert 4 * mosaic_scan.vmem_bytes(window, tile) > mosaic_scan.BUFFERS
+
+
+def test_offsets_must_fit():
+    plane = jax.ShapeDtypeStruct((2**11, 2**10, 2**10), 'bfloat16')
+    assert '32 bits' in triton.supports([[plane]], [[plane]], [plane], None, True)
+    assert mosaic.supports([[plane]], [[plane]], [plane], None, True) is None
+
+
+@KERNELS
+def test_a_window_that_reads_nothing_is_run(kernel):
+    signal = jnp.ones((2, 3))
+    found = check(kernel, [[None]], [[None]], [signal], None, carry=True)
+    assert not np.any(found.P[0][0])

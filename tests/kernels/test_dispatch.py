@@ -1,0 +1,117 @@
+"""Which implementation runs: by platform, by what is asked for, and with reasons."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace_fast as btf
+from braintrace_fast import config
+from braintrace_fast.kernels import dispatch
+from braintrace_fast.kernels.dispatch import Backend, FallbackError
+from braintrace_fast.kernels.factored_trace import smooth
+
+X, START = jnp.ones((4, 3)), jnp.zeros(3)
+
+
+def run(backend, x=X, start=START):
+    return smooth(x, start, 0.5, backend=backend)
+
+
+@pytest.mark.parametrize('name', ['jax', 'interpret', 'pallas'])
+def test_every_backend_runs_here(name):
+    np.testing.assert_allclose(run(Backend(name))[:, 0], [1, 1.5, 1.75, 1.875])
+
+
+@pytest.mark.parametrize(('platform', 'call'), [('cuda', 'triton'), ('tpu', 'tpu_custom_call')])
+def test_one_program_lowers_for_each_platform(platform, call):
+    traced = jax.jit(lambda: run(Backend('pallas'))).trace()
+    assert call in traced.lower(lowering_platforms=(platform,)).as_text()
+    on_cpu = traced.lower(lowering_platforms=('cpu',))
+    assert call not in on_cpu.as_text()
+    options = {'xla_backend_optimization_level': 2, 'xla_disable_hlo_passes': ''}
+    assert 'conditional(' not in on_cpu.compile(options).as_text()
+    plain = jax.jit(lambda: run(Backend('jax'))).trace().lower(lowering_platforms=(platform,))
+    assert call not in plain.as_text()
+
+
+def test_choices_are_recorded_with_reasons_and_logged_once(x64, caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, '_logged', set())
+    with caplog.at_level(logging.DEBUG, 'braintrace_fast'), dispatch.recording() as choices:
+        for _ in range(2):
+            run(Backend('pallas'), X.astype(jnp.float64), START.astype(jnp.float64))
+    assert [(c.platform, c.implementation) for c in choices] == [
+        ('cuda', 'jax'),
+        ('tpu', 'jax'),
+        ('cpu', 'jax'),
+    ]
+    assert 'float64' in choices[0].reason and 'float64' in str(choices[1])
+    assert len(caplog.records) == 3
+    assert [r.levelno for r in caplog.records] == [logging.INFO, logging.INFO, logging.DEBUG]
+
+
+@pytest.mark.parametrize('platform', ['cuda', 'tpu', 'cpu'])
+def test_strict_refuses_to_fall_back(x64, platform):
+    operands = X.astype(jnp.float64), START.astype(jnp.float64)
+    with pytest.raises(FallbackError, match=rf'no kernel on {platform}.*backend='):
+        run(Backend('pallas', frozenset({platform})), *operands)
+    if platform != 'cpu':
+        run(Backend('pallas', frozenset({platform})), X, START)
+
+
+def test_strict_interpretation(x64):
+    with pytest.raises(FallbackError, match='on interpret'):
+        run(Backend('interpret', frozenset({'interpret'})), X.astype(jnp.float64), START)
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch):
+    monkeypatch.setattr(config, '_of_platform', {})
+    for name in ('BRAINTRACE_FAST_BACKEND', 'BRAINTRACE_FAST_STRICT'):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_who_decides(monkeypatch):
+    assert config.resolve_backend('auto') == Backend('jax')
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    assert config.resolve_backend('auto') == Backend('pallas')
+    monkeypatch.undo()
+    monkeypatch.setenv('BRAINTRACE_FAST_BACKEND', 'interpret')
+    assert config.resolve_backend('auto').name == 'interpret'
+    btf.set_backend('tpu', 'jax')
+    assert config.resolve_backend('auto').name == 'interpret'
+    btf.set_backend('cpu', 'pallas')
+    assert config.resolve_backend('auto').name == 'pallas'
+    with btf.use_backend('jax'):
+        assert config.resolve_backend('auto').name == 'jax'
+        assert config.resolve_backend('interpret').name == 'interpret'
+        with btf.use_backend('auto'):
+            assert config.resolve_backend('auto').name == 'pallas'
+    assert config.resolve_backend('auto').name == 'pallas'
+    btf.set_backend('cpu', 'auto')
+    btf.set_backend('tpu', 'auto')
+
+
+def test_who_is_strict(monkeypatch):
+    assert config.resolve_backend('pallas', True).strict == {'cpu'}
+    assert config.resolve_backend('pallas', ['cuda', 'tpu']).strict == {'cuda', 'tpu'}
+    assert config.resolve_backend('interpret', True).strict == {'interpret'}
+    with btf.use_backend('pallas', strict=['tpu']):
+        assert config.resolve_backend('auto').strict == {'tpu'}
+    for text, expected in (('1', {'cpu'}), ('cuda, tpu', {'cuda', 'tpu'}), ('0', set())):
+        monkeypatch.setenv('BRAINTRACE_FAST_STRICT', text)
+        assert config.resolve_backend('pallas').strict == expected
+
+
+def test_unknown_names_list_the_known_ones(monkeypatch):
+    with pytest.raises(ValueError, match=r"'metal'.*'auto', 'jax', 'pallas', 'interpret'"):
+        btf.use_backend('metal').__enter__()
+    with pytest.raises(ValueError, match=r"'cuda'.*'cpu', 'gpu' or 'tpu'"):
+        btf.set_backend('cuda', 'jax')
+    with pytest.raises(ValueError, match=r"strict.*'rocm'.*'cuda', 'tpu'"):
+        config.resolve_backend('pallas', ['rocm'])
+    monkeypatch.setenv('BRAINTRACE_FAST_BACKEND', 'fast')
+    with pytest.raises(ValueError, match="'fast'"):
+        config.resolve_backend('auto')

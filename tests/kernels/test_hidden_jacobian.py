@@ -1,0 +1,231 @@
+"""The kernels of ``hidden_jacobian`` against the plain definition, on the transitions of models."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from braintrace_fast.compiler import compile_etrace_graph
+from braintrace_fast.kernels import expand
+from braintrace_fast.kernels.dispatch import Backend
+from braintrace_fast.kernels.hidden_jacobian import (
+    hidden_jacobian,
+    mosaic,
+    program,
+    reference,
+    triton,
+)
+from tests.models import MODELS
+
+KERNELS = {'cuda': triton, 'tpu': mosaic}
+CALLS = {'cuda': '__gpu$xla.gpu.triton', 'tpu': 'tpu_custom_call'}
+REAL = ['gru', 'lstm', 'lif', 'alif_expon', 'gif_expon', 'coba_ei', 'stp', 'lif_expon_shared']
+WRITTEN = ['custom_jvp', 'custom_vjp', 'layer_norm', 'lateral', 'jit', 'scan']
+NO_KERNEL = {
+    'while': 'while loop',
+    'learned_leak': 'fewer axes',
+    'hidden_group_state': 'several planes',
+    'cond_transition': 'cond has no expansion',
+}
+
+
+@functools.cache
+def transitions(name, batch=3):
+    """The transitions of a model, each with the operands of its first step."""
+    model, inputs = MODELS[name].build(batch)
+    x = jax.tree.map(lambda a: a[0], inputs(0, 1))
+    graph = compile_etrace_graph(model, x)
+    info = graph.module_info
+    states = [state.value for state in info.compiled_model_states]
+    *_, temps = info.jaxpr_call(x, old_state_vals=states)
+    return [
+        (
+            t,
+            [[temps[v] for v in row.constvars] for row in t.rows],
+            [temps[v] for v in (*t.hidden_invars, *t.y_vars)],
+        )
+        for t in graph.transitions
+    ]
+
+
+def assert_same(found, expected, rtol=2e-6):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=2e-6 * float(jnp.abs(b).max() + 1e-6))
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+@pytest.mark.parametrize('name', [*REAL, *WRITTEN])
+def test_the_kernel_is_the_definition(name, kernel):
+    for case in transitions(name):
+        expected = reference.hidden_jacobian(*case)
+        assert any(float(jnp.abs(plane).max()) > 0 for plane in jax.tree.leaves(expected))
+        assert kernel.supports(*case) is None
+        assert_same(kernel.hidden_jacobian(*case, interpret=True), expected)
+
+
+@pytest.mark.parametrize('platform', KERNELS)
+@pytest.mark.parametrize('name', [*REAL, *WRITTEN])
+def test_it_lowers(name, platform):
+    kernel = KERNELS[platform]
+    for transition, *operands in transitions(name):
+        run = jax.jit(functools.partial(kernel.hidden_jacobian, transition))
+        lowered = run.trace(*operands).lower(lowering_platforms=(platform,))
+        assert CALLS[platform] in lowered.as_text()
+
+
+@pytest.mark.parametrize('name', NO_KERNEL)
+def test_what_has_no_kernel_says_why_and_takes_plain_jax(name):
+    for case in transitions(name):
+        assert NO_KERNEL[name] in triton.supports(*case)
+        assert NO_KERNEL[name] in mosaic.supports(*case)
+        found = hidden_jacobian(*case, backend=Backend('interpret'))
+        assert_same(found, reference.hidden_jacobian(*case))
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+@pytest.mark.parametrize('batch', [None, 1, 17])
+def test_batches_of_any_size(batch, kernel):
+    """17 rows are neither a multiple of a tile nor one."""
+    for case in transitions('lif_expon', batch):
+        expected = reference.hidden_jacobian(*case)
+        assert_same(kernel.hidden_jacobian(*case, interpret=True), expected)
+
+
+class Leaky:
+    """A transition with one operand of each kind, over positions of any shape."""
+
+    widths, reached, pattern = (0,), ((True, True),), ((True, True),)
+    shared, forward_only = (False,), False
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def evaluate(self, row, constants, inputs):
+        (one, by_column, by_row), (h, y) = constants, inputs
+        return jnp.tanh(h * one + y * by_column) * by_row + self.scale * h * y
+
+    @staticmethod
+    def operands(shape, dtype=jnp.float32):
+        rng = np.random.default_rng(0)
+        shapes = ((), shape[-1:], (*shape[:-1], 1), shape, shape)
+        one, column, row, h, y = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+        return [[one, column, row]], [h, y]
+
+
+SHAPES = [(1,), (5,), (1, 1), (300, 1), (3, 130), (2, 3, 7), (9, 257)]
+
+
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+def test_any_shape(kernel, shape):
+    case = Leaky(), *Leaky.operands(shape)
+    expected = reference.hidden_jacobian(*case)
+    assert_same(kernel.hidden_jacobian(*case, interpret=True), expected)
+
+
+@pytest.mark.parametrize('platform', KERNELS)
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
+def test_any_shape_lowers(platform, shape):
+    run = jax.jit(functools.partial(KERNELS[platform].hidden_jacobian, Leaky()))
+    lowered = run.trace(*Leaky.operands(shape)).lower(lowering_platforms=(platform,))
+    assert CALLS[platform] in lowered.as_text()
+
+
+def test_nothing_past_an_edge_reaches_a_result():
+    """Memory that was not written is NaN, and other programs run at the same time."""
+    case = Leaky(), *Leaky.operands((9, 257))
+    params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
+    found = jax.jit(lambda: mosaic.hidden_jacobian(*case, interpret=params))()
+    assert_same(found, reference.hidden_jacobian(*case))
+    assert not pltpu.races_found() if hasattr(pltpu, 'races_found') else True
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+def test_bfloat16_is_evaluated_as_the_definition_does(kernel):
+    case = Leaky(), *Leaky.operands((3, 130), jnp.bfloat16)
+    assert kernel.supports(*case) is None
+    found = kernel.hidden_jacobian(*case, interpret=True)
+    for a, b in zip(
+        jax.tree.leaves(found), jax.tree.leaves(reference.hidden_jacobian(*case)), strict=True
+    ):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.05, atol=0.05
+        )
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+def test_types_and_sizes_without_a_kernel(x64, kernel):
+    assert 'float64' in kernel.supports(Leaky(), *Leaky.operands((3, 4), jnp.float64))
+    assert 'no positions' in kernel.supports(Leaky(), *Leaky.operands((0, 4)))
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+def test_it_is_mapped_and_scanned(kernel):
+    ((number, column, row),), inputs = Leaky.operands((2, 3, 130))
+
+    def one(run, row, h, y):
+        return run(Leaky(), [[number, column, row]], [h, y])
+
+    by_kernel = functools.partial(one, functools.partial(kernel.hidden_jacobian, interpret=True))
+    by_definition = functools.partial(one, reference.hidden_jacobian)
+    expected = jax.vmap(by_definition)(row, *inputs)
+    assert_same(jax.vmap(by_kernel)(row, *inputs), expected)
+    _, scanned = jax.lax.scan(lambda c, xs: (c, by_kernel(*xs)), 0, (row, *inputs))
+    assert_same(scanned, expected)
+
+
+def test_a_wrong_derivative_is_caught():
+    """The comparison of these tests fails for a kernel of another transition."""
+    operands = Leaky.operands((3, 5))
+    found = triton.hidden_jacobian(Leaky(scale=1.001), *operands, interpret=True)
+    with pytest.raises(AssertionError):
+        assert_same(found, reference.hidden_jacobian(Leaky(), *operands))
+
+
+def test_a_column_is_not_taken_for_a_row():
+    """With as many rows as columns, only the axis that is broadcast tells them apart."""
+
+    class Outer(Leaky):
+        def evaluate(self, row, constants, inputs):
+            return inputs[0] * constants[0][:, None] + inputs[1]
+
+    case = Outer(), [[jnp.arange(4.0)]], [jnp.ones((4, 4)), jnp.ones((4, 4))]
+    assert 'moves positions' in triton.supports(*case)
+
+
+POINTS = np.concatenate([np.linspace(-6, 6, 121), [1e-3, -1e-3, 0.05, 0.5, -0.5, 1.5, 2.5]])
+
+
+@pytest.mark.parametrize(
+    ('kind', 'name', 'function'),
+    [
+        ('mosaic', 'expm1', np.expm1),
+        ('mosaic', 'cbrt', np.cbrt),
+        ('mosaic', 'atan', np.arctan),
+        ('mosaic', 'sinh', np.sinh),
+        ('mosaic', 'cosh', np.cosh),
+        ('triton', 'erf', np.vectorize(math.erf)),
+        ('triton', 'round', np.round),
+        ('triton', 'exprel', lambda x: np.where(x == 0, 1, np.expm1(x) / np.where(x == 0, 1, x))),
+    ],
+)
+def test_expansions(kind, name, function):
+    params = {'rounding_method': 1} if name == 'round' else {}
+    found = expand.EXPANSIONS[kind][name](jnp.asarray(POINTS, jnp.float32), **params)
+    found = found[0] if isinstance(found, tuple) else found
+    np.testing.assert_allclose(found, function(POINTS), rtol=2e-6, atol=3e-7)
+
+
+def test_users_add_expansions(monkeypatch):
+    monkeypatch.setattr(program, 'KNOWN', {'triton': frozenset({'mul', 'add_any', 'add'})})
+    case = Leaky(), *Leaky.operands((2, 3))
+    assert 'no expansion' in triton.supports(*case)
+    with pytest.raises(ValueError, match='There are no'):
+        expand.register_expansion('tanh', jnp.tanh, ['metal'])
