@@ -34,16 +34,20 @@ class Tile(NamedTuple):
 
 
 def choose_tile(todo: Pass) -> Tile:
-    """Up to 16 x 64; fewer elements per thread for many planes; no side of a dot below 16."""
+    """What fits into registers: less per thread for more planes, square for a product of matrices.
+
+    No side of a dot may be below 16.
+    """
+    few = len(todo.written) <= (1 if todo.window else 2)
     if todo.window:
-        return Tile(16, min(64, max(16, pl.next_power_of_2(todo.outputs))), 16, num_warps=8)
-    inputs = 16 if len(todo.written) <= 2 else 8
-    return Tile(
-        min(inputs, pl.next_power_of_2(todo.inputs)),
-        min(64, pl.next_power_of_2(todo.outputs)),
-        1,
-        num_warps=4,
+        least, most, num_warps = 16, (32, 64 if few else 32), 8
+    else:
+        least, most, num_warps = 1, (16 if few else 8, 64), 4 if few else 8
+    inputs, outputs = (
+        min(limit, max(least, pl.next_power_of_2(size)))
+        for limit, size in zip(most, (todo.inputs, todo.outputs), strict=True)
     )
+    return Tile(inputs, outputs, 16, num_warps)
 
 
 def supports(todo: Pass) -> str | None:
