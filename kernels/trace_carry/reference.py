@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ..planes import Plane, add_trees, read_trace
+from ..rounding import store
 
 __all__ = ['trace_carry']
 
@@ -17,8 +18,12 @@ def trace_carry(
     u: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
+    seed: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
-    """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`."""
+    """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
+
+    With a ``seed``, planes of bfloat16 are rounded stochastically.
+    """
 
     def new(s: int) -> Any:
         fresh = [] if u[s] is None else [rules.outer_sum(x, u[s])]
@@ -27,7 +32,7 @@ def trace_carry(
             for plane, old in zip(P[s], trace, strict=True)
             if plane is not None and old is not None
         ]
-        return add_trees([*fresh, *decayed], like=trace[s])
+        return store(add_trees([*fresh, *decayed]), trace, s, seed)
 
     advanced = tuple(None if old is None else new(s) for s, old in enumerate(trace))
     return advanced, read_trace(rules, signal, trace)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ..planes import Plane, add_trees, after, read_trace, update_order
+from ..rounding import store
 
 __all__ = ['trace_step']
 
@@ -17,8 +18,12 @@ def trace_step(
     f: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
+    seed: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
-    """See :func:`braintrace_fast.kernels.trace_step.trace_step`."""
+    """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
+
+    With a ``seed``, planes of bfloat16 are rounded stochastically.
+    """
     read = read_trace(rules, signal, trace)
     done = [read]
     new: list[Any] = [None] * len(trace)
@@ -30,6 +35,6 @@ def trace_step(
                 if plane is not None and old is not None
             ]
             fresh = [] if f[s] is None else [rules.outer(x, f[s])]
-            new[s] = add_trees([*fresh, *decayed], like=trace[s])
+            new[s] = store(add_trees([*fresh, *decayed]), trace, s, seed)
             done.append(new[s])
     return tuple(new), read

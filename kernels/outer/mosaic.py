@@ -1,0 +1,224 @@
+"""A pass over the trace on a TPU.
+
+Outputs are on lanes and inputs on sublanes, as XLA stores ``(B, I, O)``, so nothing is moved. A
+grid cell owns a tile of the planes; the tiles of the batch come one after the other, so that the
+gradient of a tile of weights stays in VMEM while it is summed. The chunks of a window come
+innermost, with the new planes in scratch between them. What lies past an edge is read as it comes:
+it is left out of every sum, and never written.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .._pallas import result
+from ..planes import add
+from ..rounding import stochastic
+from .operands import Operands, Pass, dot
+
+__all__ = ['Tile', 'choose_tile', 'launch', 'supports', 'vmem_bytes']
+
+SUBLANES, LANES = 8, 128
+VMEM = 15 * 2**20  # of 16 MiB; the rest is for what the compiler keeps there
+STEPS, LEAST_STEPS = 64, 8
+
+
+class Tile(NamedTuple):
+    """What a grid cell works on."""
+
+    batch: int
+    inputs: int
+    outputs: int
+    steps: int
+
+
+def choose_tile(todo: Pass) -> Tile:
+    """One tile of lanes per side, as many examples as sublanes, and what steps then fit."""
+    sides = min(todo.batch, SUBLANES), min(todo.inputs, LANES), min(todo.outputs, LANES)
+    steps = STEPS
+    while steps > LEAST_STEPS and vmem_bytes(todo, Tile(*sides, steps)) > VMEM:
+        steps //= 2
+    return Tile(*sides, min(steps, todo.steps))
+
+
+def vmem_bytes(todo: Pass, tile: Tile) -> int:
+    """Two buffers for each block, padded to whole tiles, and the scratch."""
+
+    def block(dtype: Any, *shape: int) -> int:
+        *lead, rows, lanes = shape
+        packed = 32 // dtype.itemsize
+        padded = pl.cdiv(rows, packed) * packed * pl.cdiv(lanes, LANES) * LANES
+        return math.prod(lead) * padded * dtype.itemsize
+
+    given, float32 = todo.operands, jnp.dtype('float32')
+    plane, steps = (tile.batch, tile.inputs, tile.outputs), (tile.steps, tile.batch)
+    blocks = [block(t, *plane) for t in todo.written.values()]
+    blocks += [block(a.dtype, *plane) for a in given.trace.values()]
+    blocks += [
+        block(a.dtype, tile.batch, tile.outputs)
+        for a in (*given.decay.values(), *given.signal.values())
+    ]
+    blocks += [block(a.dtype, *steps, tile.outputs) for a in given.fresh.values()]
+    blocks += [block(given.x.dtype, *steps, tile.inputs)] if given.fresh else []
+    total = 0 if todo.read is None else block(float32, tile.inputs, tile.outputs)
+    sums = len(_narrow(todo)) * block(float32, *plane)
+    return 2 * sum(blocks) + sums + 3 * total
+
+
+def _narrow(todo: Pass) -> list[int]:
+    """The planes that cannot be summed up where they are stored, chunk by chunk."""
+    return [s for s, dtype in todo.written.items() if todo.window and dtype != jnp.float32]
+
+
+def supports(todo: Pass) -> str | None:
+    """Why there is no kernel for this pass, or None."""
+    size = vmem_bytes(todo, choose_tile(todo))
+    return f'a tile takes {size} bytes of VMEM, and {VMEM} are free' if size > VMEM else None
+
+
+def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, jax.Array], Any]:
+    """The new planes, and what the signal reads, by a Mosaic kernel."""
+    tile = choose_tile(todo)
+    batch, inputs, outputs = todo.batch, todo.inputs, todo.outputs
+    row = pl.BlockSpec((tile.batch, tile.outputs), lambda o, i, b, c: (b, o))
+    plane = pl.BlockSpec((tile.batch, tile.inputs, tile.outputs), lambda o, i, b, c: (b, i, o))
+    rows, columns = row, pl.BlockSpec((tile.batch, tile.inputs), lambda o, i, b, c: (b, i))
+    if todo.window:
+        rows = pl.BlockSpec((tile.steps, tile.batch, tile.outputs), lambda o, i, b, c: (c, b, o))
+        columns = pl.BlockSpec((tile.steps, tile.batch, tile.inputs), lambda o, i, b, c: (c, b, i))
+    given = todo.operands
+    leaves = jax.tree.leaves(given)
+    scratch: list[Any] = [
+        dict.fromkeys(
+            _narrow(todo), pltpu.VMEM((tile.batch, tile.inputs, tile.outputs), jnp.float32)
+        ),
+        pltpu.VMEM((tile.inputs, tile.outputs), jnp.float32) if given.signal else None,
+    ]
+    new, read = pl.pallas_call(
+        lambda *refs: _kernel(todo, tile, Operands(*refs[:-4]), *refs[-4:]),
+        name=name,
+        grid=(
+            pl.cdiv(outputs, tile.outputs),
+            pl.cdiv(inputs, tile.inputs),
+            pl.cdiv(batch, tile.batch),
+            pl.cdiv(todo.steps, tile.steps),
+        ),
+        in_specs=[
+            None if given.x is None else columns,
+            dict.fromkeys(given.decay, row),
+            dict.fromkeys(given.fresh, rows),
+            dict.fromkeys(given.signal, row),
+            dict.fromkeys(given.trace, plane),
+            None if given.keys is None else pl.BlockSpec(memory_space=pltpu.SMEM),
+        ],
+        out_specs=(
+            dict.fromkeys(todo.written, plane),
+            pl.BlockSpec((tile.inputs, tile.outputs), lambda o, i, b, c: (i, o))
+            if given.signal
+            else None,
+        ),
+        out_shape=(
+            {s: result((batch, inputs, outputs), t, leaves) for s, t in todo.written.items()},
+            result((inputs, outputs), todo.read, leaves) if given.signal else None,
+        ),
+        scratch_shapes=scratch,
+        input_output_aliases=todo.aliases,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=('parallel', 'parallel', 'arbitrary', 'arbitrary')
+        ),
+        interpret=interpret,
+    )(*given)
+    return new, read
+
+
+def _kernel(
+    todo: Pass,
+    tile: Tile,
+    refs: Operands,
+    new: dict[int, Any],
+    read: Any,
+    narrow: dict[int, Any],
+    total: Any,
+) -> None:
+    outputs, inputs, examples, chunk = map(pl.program_id, range(4))
+    first = examples * tile.batch
+    sums = new | narrow
+
+    def load(ref: Any) -> jax.Array:
+        return ref[...].astype(jnp.float32)
+
+    def store(s: int, b: int, value: Any) -> None:
+        if refs.keys is not None and new[s].dtype == jnp.bfloat16:
+            value = stochastic(
+                value, refs.keys[0, s], _places(todo, tile, inputs, outputs, first + b)
+            )
+        new[s][b] = value.astype(new[s].dtype)
+
+    def enter() -> None:
+        """Read the old planes, example by example, and decay them."""
+        decay, signal = jax.tree.map(load, (refs.decay, refs.signal))
+        if refs.fresh and not todo.window:
+            columns, fresh = load(refs.x).T, jax.tree.map(load, refs.fresh)
+        zero = jnp.zeros((tile.inputs, tile.outputs), jnp.float32)
+        gradient = zero
+        for b in range(tile.batch):
+            here = slice(b, b + 1)
+            old = {q: ref[b].astype(jnp.float32) for q, ref in refs.trace.items()}
+            part = add(plane[here] * old[q] for q, plane in signal.items())
+            if part is not None:
+                inside = todo.batch % tile.batch == 0 or first + b < todo.batch
+                gradient += _if(inside, part)
+            for s in new:
+                value = add(plane[here] * old[q] for (p, q), plane in decay.items() if p == s)
+                if todo.window:
+                    sums[s][b] = zero if value is None else value
+                elif s in refs.fresh:
+                    store(s, b, add([value, columns[:, here] * fresh[s][here]]))
+                else:
+                    store(s, b, value)
+        if refs.signal:
+            total[...] = gradient + _if(examples > 0, total[...])
+
+            @pl.when(first + tile.batch >= todo.batch)
+            def _() -> None:
+                read[...] = total[...].astype(read.dtype)
+
+    if not todo.window:
+        enter()
+        return
+    pl.when(chunk == 0)(enter)
+    left = todo.steps - chunk * tile.steps
+
+    def steps_of(ref: Any, b: int) -> jax.Array:
+        value = ref[:, b, :]
+        step = lax.broadcasted_iota(jnp.int32, value.shape, 0)
+        return _if(todo.steps % tile.steps == 0 or step < left, value)
+
+    for b in range(tile.batch):
+        if refs.fresh:
+            x = steps_of(refs.x, b)
+        for s, ref in refs.fresh.items():
+            sums[s][b] += dot(x, steps_of(ref, b))
+
+    @pl.when(left <= tile.steps)
+    def _() -> None:
+        for s, ref in narrow.items():
+            for b in range(tile.batch):
+                store(s, b, ref[b])
+
+
+def _if(inside: Any, value: jax.Array) -> jax.Array:
+    return value if inside is True else jnp.where(inside, value, jnp.zeros_like(value))
+
+
+def _places(todo: Pass, tile: Tile, inputs: Any, outputs: Any, example: Any) -> jax.Array:
+    """Where the elements of a tile of one example are in their plane."""
+    shape = (tile.inputs, tile.outputs)
+    i = inputs * tile.inputs + lax.broadcasted_iota(jnp.int32, shape, 0)
+    o = outputs * tile.outputs + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return ((example * todo.inputs + i) * todo.outputs + o).astype(jnp.uint32)

@@ -1,0 +1,159 @@
+"""A pass over the trace on a GPU.
+
+A program owns a tile of inputs and outputs, ``(tile.inputs, tile.outputs)`` of the ``(B, I, O)`` of
+every plane, and walks the batch: so the gradient of the tile is summed in registers, and nobody
+else touches what the program overwrites. All old planes of an example are loaded before any new one
+is stored. What lies past an edge loads as zero and is not stored.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from .._pallas import result
+from ..planes import add
+from ..rounding import stochastic
+from .operands import Operands, Pass, dot
+
+__all__ = ['Tile', 'choose_tile', 'launch', 'supports']
+
+ROWS = 48  # of planes that a thread may hold at once; S x S and 2 S of them for S = 6
+
+
+class Tile(NamedTuple):
+    """What a program owns, and how many steps of a window it takes at a time."""
+
+    inputs: int
+    outputs: int
+    steps: int
+    num_warps: int
+
+
+def choose_tile(todo: Pass) -> Tile:
+    """What fits into registers: less per thread for more planes, square for a product of matrices.
+
+    No side of a dot may be below 16.
+    """
+    few = len(todo.written) <= (1 if todo.window else 2)
+    if todo.window:
+        least, most, num_warps = 16, (32, 64 if few else 32), 8
+    else:
+        least, most, num_warps = 1, (16 if few else 8, 64), 4 if few else 8
+    inputs, outputs = (
+        min(limit, max(least, pl.next_power_of_2(size)))
+        for limit, size in zip(most, (todo.inputs, todo.outputs), strict=True)
+    )
+    return Tile(inputs, outputs, 16, num_warps)
+
+
+def supports(todo: Pass) -> str | None:
+    """Why there is no kernel for this pass, or None."""
+    rows = len(todo.operands.decay) + len(todo.operands.fresh) + len(todo.operands.signal)
+    if rows > ROWS:
+        return f'it takes {rows} planes per tile, and registers hold {ROWS}'
+    size = todo.batch * todo.inputs * todo.outputs
+    return f'a plane has {size} elements, and offsets have 32 bits' if size >= 2**31 else None
+
+
+def launch(todo: Pass, *, name: str, interpret: bool = False) -> tuple[dict[int, jax.Array], Any]:
+    """The new planes, and what the signal reads, by a Triton kernel."""
+    tile = choose_tile(todo)
+    batch, inputs, outputs = todo.batch, todo.inputs, todo.outputs
+    time = (todo.steps,) if todo.window else ()
+    zeros = (0,) * (len(time) + 1)
+    row = pl.BlockSpec((batch, tile.outputs), lambda i, o: (0, o))
+    plane = pl.BlockSpec((batch, tile.inputs, tile.outputs), lambda i, o: (0, i, o))
+    rows = pl.BlockSpec((*time, batch, tile.outputs), lambda i, o: (*zeros, o))
+    columns = pl.BlockSpec((*time, batch, tile.inputs), lambda i, o: (*zeros, i))
+    given = todo.operands
+    leaves = jax.tree.leaves(given)
+    new, read = pl.pallas_call(
+        lambda *refs: _kernel(todo, tile, Operands(*refs[:-2]), *refs[-2:]),
+        name=name,
+        grid=(pl.cdiv(inputs, tile.inputs), pl.cdiv(outputs, tile.outputs)),
+        in_specs=[
+            None if given.x is None else columns,
+            dict.fromkeys(given.decay, row),
+            dict.fromkeys(given.fresh, rows),
+            dict.fromkeys(given.signal, row),
+            dict.fromkeys(given.trace, plane),
+            None if given.keys is None else pl.BlockSpec(given.keys.shape, lambda i, o: (0, 0)),
+        ],
+        out_specs=(
+            dict.fromkeys(todo.written, plane),
+            pl.BlockSpec((tile.inputs, tile.outputs), lambda i, o: (i, o))
+            if given.signal
+            else None,
+        ),
+        out_shape=(
+            {s: result((batch, inputs, outputs), t, leaves) for s, t in todo.written.items()},
+            result((inputs, outputs), todo.read, leaves) if given.signal else None,
+        ),
+        input_output_aliases=todo.aliases,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=1),
+        interpret=interpret,
+    )(*given)
+    return new, read
+
+
+def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: Any) -> None:
+    first = pl.program_id(0) * tile.inputs, pl.program_id(1) * tile.outputs
+    i = first[0] + lax.iota(jnp.int32, tile.inputs)
+    o = first[1] + lax.iota(jnp.int32, tile.outputs)
+    both = (i < todo.inputs)[:, None] & (o < todo.outputs)[None, :]
+
+    def load(ref: Any, mask: jax.Array) -> jax.Array:
+        return plgpu.load(ref, mask=mask, other=0.0).astype(jnp.float32)
+
+    def row(ref: Any, b: Any) -> jax.Array:
+        return load(ref.at[b], o < todo.outputs)[None, :]
+
+    def step(b: Any, planes: dict[int, Any]) -> dict[int, Any]:
+        """Add ``f[s] (x) x``."""
+        x = load(refs.x.at[b], i < todo.inputs)[:, None]
+        return {s: add([planes[s], x * row(ref, b)]) for s, ref in refs.fresh.items()}
+
+    def window(b: Any, planes: dict[int, Any]) -> dict[int, Any]:
+        """Add ``sum_t u_t[s] (x) x_t``, some steps at a time."""
+
+        def chunk(c: Any, sums: dict[int, jax.Array]) -> dict[int, jax.Array]:
+            steps = pl.ds(c * tile.steps, tile.steps)
+            inside = (c * tile.steps + lax.iota(jnp.int32, tile.steps) < todo.steps)[:, None]
+            x = plgpu.load(refs.x.at[steps, b], mask=inside & (i < todo.inputs)[None, :], other=0.0)
+            mask = inside & (o < todo.outputs)[None, :]
+            return {
+                s: sums[s] + dot(x, plgpu.load(ref.at[steps, b], mask=mask, other=0.0))
+                for s, ref in refs.fresh.items()
+            }
+
+        zero = jnp.zeros((tile.inputs, tile.outputs), jnp.float32)
+        sums = {s: zero if planes[s] is None else planes[s] for s in refs.fresh}
+        chunks = pl.cdiv(todo.steps, tile.steps)
+        return lax.fori_loop(0, chunks, chunk, sums)
+
+    def example(b: Any, total: Any) -> Any:
+        old = {q: load(ref.at[b], both) for q, ref in refs.trace.items()}
+        for q, ref in refs.signal.items():
+            total = total + row(ref, b) * old[q]
+        planes: dict[int, Any] = {
+            s: add(row(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
+            for s in new
+        }
+        if refs.fresh:
+            planes |= (window if todo.window else step)(b, planes)
+        for s, ref in new.items():
+            value = planes[s]
+            if refs.keys is not None and ref.dtype == jnp.bfloat16:
+                place = (b * todo.inputs + i[:, None]) * todo.outputs + o[None, :]
+                value = stochastic(value, refs.keys[0, s], place.astype(jnp.uint32))
+            plgpu.store(ref.at[b], value.astype(ref.dtype), mask=both)
+        return total
+
+    start = jnp.zeros(both.shape, jnp.float32) if refs.signal else None
+    total = lax.fori_loop(0, todo.batch, example, start)
+    if refs.signal:
+        plgpu.store(read, total.astype(read.dtype), mask=both)

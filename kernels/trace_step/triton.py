@@ -1,0 +1,48 @@
+"""``trace_step`` on a GPU, for ops whose trace is an outer product.
+
+The layouts and the tile are those of :mod:`braintrace_fast.kernels.outer.triton`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from ..outer import triton
+from ..outer.operands import reason, run
+from ..planes import Plane
+from . import reference
+
+__all__ = ['supports', 'trace_step']
+
+
+def supports(
+    rules: Any,
+    x: jax.Array | None,
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Plane],
+    trace: Sequence[Any],
+    signal: Sequence[Plane] | None = None,
+) -> str | None:
+    """Why there is no kernel for these operands, or None."""
+    return reason(triton.supports, rules, x, D, f, trace, signal, window=False)
+
+
+def trace_step(
+    rules: Any,
+    x: jax.Array,
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Plane],
+    trace: Sequence[Any],
+    signal: Sequence[Plane] | None = None,
+    *,
+    seed: Any = None,
+    interpret: bool = False,
+) -> tuple[tuple[Any, ...], Any]:
+    """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
+
+    With a ``seed``, planes of bfloat16 are rounded stochastically.
+    """
+    launch = partial(triton.launch, name='trace_step', interpret=interpret)
+    return run(launch, reference.trace_step, x, D, f, trace, signal, seed, window=False)

@@ -1,0 +1,336 @@
+"""The kernels of ``trace_step`` and ``trace_carry``: interpreted against the reference, lowered."""
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plgpu
+
+from braintrace_fast.kernels.outer import mosaic as outer_mosaic
+from braintrace_fast.kernels.outer import triton as outer_triton
+from braintrace_fast.kernels.outer.operands import as_pass
+from braintrace_fast.kernels.trace_carry import mosaic as carry_mosaic
+from braintrace_fast.kernels.trace_carry import reference as carry_reference
+from braintrace_fast.kernels.trace_carry import triton as carry_triton
+from braintrace_fast.kernels.trace_step import mosaic as step_mosaic
+from braintrace_fast.kernels.trace_step import reference as step_reference
+from braintrace_fast.kernels.trace_step import triton as step_triton
+from braintrace_fast.op.matmul import matmul_p
+from tests.kernel_checks import assert_close, count_calls, exact, lowered
+
+STEP = SimpleNamespace(
+    name='trace_step', reference=step_reference, triton=step_triton, mosaic=step_mosaic
+)
+CARRY = SimpleNamespace(
+    name='trace_carry', reference=carry_reference, triton=carry_triton, mosaic=carry_mosaic
+)
+OPS = pytest.mark.parametrize('op', [STEP, CARRY], ids=['step', 'carry'])
+BACKENDS = pytest.mark.parametrize('backend', ['triton', 'mosaic'])
+PLATFORM = dict(triton='cuda', mosaic='tpu')
+
+
+def rules_of(bias):
+    rules, params = matmul_p.trace_rules, dict(has_bias=bias, precision='highest')
+    names = ('outer', 'outer_sum', 'decay', 'contract')
+    return dataclasses.replace(
+        rules, **{name: partial(getattr(rules, name), **params) for name in names}
+    )
+
+
+def given(
+    op,
+    size,
+    lead,
+    inputs,
+    outputs,
+    steps=3,
+    bias=False,
+    density=1.0,
+    dtype='float32',
+    stored=None,
+    shapes=False,
+):
+    """Random operands or their shapes; below a density of one some planes are not there."""
+    rng = np.random.default_rng(size + inputs)
+    time = (steps,) if op is CARRY else ()
+
+    def array(*shape, dtype=dtype):
+        if shapes:
+            return jax.ShapeDtypeStruct(shape, dtype)
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    def maybe(make, *shape):
+        return make(*shape) if rng.random() < density else None
+
+    def trace(*shape):
+        arrays = {'weight': array(*shape, inputs, outputs, dtype=stored or dtype)}
+        return arrays | {'bias': array(*shape, outputs, dtype=stored or dtype)} if bias else arrays
+
+    row, rows = (*lead, outputs), (*time, *lead, outputs)
+    D = [[maybe(array, *row) for _ in range(size)] for _ in range(size)]
+    f = [maybe(array, *rows) for _ in range(size)]
+    old = [maybe(trace, *lead) for _ in range(size)]
+    signal = [maybe(array, *row) for _ in range(size)]
+    D[0][0], f[0], old[0], signal[0] = array(*row), array(*rows), trace(*lead), array(*row)
+    return array(*time, *lead, inputs), D, f, old, signal
+
+
+def call(op, backend, rules, **options):
+    return partial(getattr(getattr(op, backend), op.name), rules, **options)
+
+
+def check(op, backend, operands, interpret=True):
+    x, D, f, trace, signal = operands
+    rules = rules_of('bias' in trace[0])
+    assert getattr(op, backend).supports(rules, *operands) is None
+    found = jax.jit(call(op, backend, rules, interpret=interpret))(*operands)
+    plain = jax.jit(call(op, 'reference', rules))
+    assert_close(found, jax.eval_shape(plain, *operands), exact(plain, *operands))
+    return found
+
+
+CASES = {
+    'one neuron, no batch': dict(size=1, lead=(), inputs=1, outputs=1, bias=True),
+    'batch 1': dict(size=2, lead=(1,), inputs=3, outputs=5, density=0.6),
+    'two axes of batch': dict(size=3, lead=(2, 2), inputs=5, outputs=3, density=0.5, bias=True),
+    'past a tile': dict(size=2, lead=(9,), inputs=131, outputs=130, steps=17),
+    'many planes': dict(size=5, lead=(2,), inputs=17, outputs=4, density=0.6, steps=70),
+    'bfloat16': dict(size=2, lead=(9,), inputs=5, outputs=70, dtype='bfloat16', bias=True),
+    'bfloat16 stored': dict(size=2, lead=(3,), inputs=17, outputs=7, stored='bfloat16', steps=70),
+}
+
+
+@BACKENDS
+@OPS
+@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
+def test_a_kernel_is_the_reference(op, backend, case):
+    # The interpreter pads operands with NaN and starts results as NaN.
+    new, read = check(op, backend, given(op, **case))
+    assert np.any(np.asarray(new[0]['weight'], 'float32'))
+    assert np.any(np.asarray(read['weight'], 'float32'))
+
+
+@BACKENDS
+@OPS
+def test_only_what_is_there_is_computed(op, backend):
+    x, D, f, trace, signal = given(op, 2, (2,), 3, 4, bias=True)
+    D, nothing = [[None, D[0][1]], [None, None]], [None, None]
+    new, read = check(op, backend, (x, D, [None, f[1]], trace, None))
+    assert read is None
+    new, read = check(op, backend, (x, D, nothing, trace, [None, signal[1]]))
+    assert new[1] is None and read is not None
+    new, read = check(op, backend, (x, D, f, [trace[0], None], nothing))
+    assert new[1] is None and read is None
+
+
+def test_what_is_not_needed_is_not_read():
+    x, D, f, trace, _ = given(STEP, 3, (2,), 3, 4)
+    D = [[D[0][0], None, D[0][2]], [D[1][0], None, None], [None, None, None]]
+    todo = as_pass(x, D, f, trace, [None, None, None], None, window=False)
+    assert list(todo.operands.trace) == [0, 2]  # plane 1 forgets, and nobody looks at it
+    assert list(todo.written) == [0, 1, 2] and todo.read is None
+    places = dict(enumerate(jax.tree.leaves(todo.operands)))
+    overwritten = {out: places[place].size for place, out in todo.aliases.items()}
+    assert overwritten == {0: 24, 2: 24}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    for name, size in dict(SUBLANES=2, LANES=4, STEPS=2).items():
+        monkeypatch.setattr(outer_mosaic, name, size)
+
+
+@OPS
+@pytest.mark.parametrize('stored', ['float32', 'bfloat16'])
+def test_a_grid_has_no_races(op, stored, small_tiles, capfd):
+    # jax 0.10 cannot interpret blocks past the edge of an array that is overwritten in this mode
+    operands = given(op, 2, (4,), 8, 4, steps=5, stored=stored)
+    check(op, 'mosaic', operands, interpret=pltpu.InterpretParams(detect_races=True))
+    assert 'RACE' not in capfd.readouterr().out
+
+
+@OPS
+def test_a_batch_in_parallel_is_caught(op, small_tiles, monkeypatch):
+    params = partial(pltpu.CompilerParams, dimension_semantics=('parallel',) * 4)
+    monkeypatch.setattr(pltpu, 'CompilerParams', lambda dimension_semantics: params())
+    two_cores = pltpu.InterpretParams(num_cores_or_threads=2)
+    with pytest.raises(AssertionError):
+        check(op, 'mosaic', given(op, 1, (4,), 2, 2), interpret=two_cores)
+
+
+@OPS
+def test_an_edge_that_is_not_left_out_is_caught(op, small_tiles, monkeypatch):
+    operands = given(op, 1, (3,), 5, 6, steps=4)
+    check(op, 'mosaic', operands)
+    monkeypatch.setattr(outer_mosaic, '_if', lambda inside, value: value)
+    with pytest.raises(AssertionError):
+        check(op, 'mosaic', operands)
+
+
+def test_steps_past_the_last_are_left_out(monkeypatch):
+    operands = given(CARRY, 1, (3,), 5, 6, steps=17)
+    check(CARRY, 'triton', operands)
+    monkeypatch.setattr(plgpu, 'load', lambda ref, mask, other: ref[...])
+    with pytest.raises(AssertionError):
+        check(CARRY, 'triton', operands)
+
+
+@BACKENDS
+@OPS
+def test_a_tile_that_is_left_out_is_caught(op, backend, small_tiles, monkeypatch):
+    monkeypatch.setattr(pl, 'cdiv', lambda a, b: max(1, a // b))
+    with pytest.raises(AssertionError):
+        check(op, backend, given(op, 1, (2,), 17, 65))
+
+
+@BACKENDS
+@OPS
+@pytest.mark.parametrize(
+    ('lead', 'inputs', 'outputs', 'dtype', 'stored'),
+    [
+        ((8,), 512, 512, 'float32', 'float32'),
+        ((9,), 200, 300, 'bfloat16', 'bfloat16'),
+        ((2, 3), 5, 7, 'float32', 'bfloat16'),
+        ((), 1, 1, 'float32', 'float32'),
+    ],
+    ids=str,
+)
+def test_a_kernel_lowers_in_place(op, backend, lead, inputs, outputs, dtype, stored):
+    operands = given(op, 2, lead, inputs, outputs, 20, dtype=dtype, stored=stored, shapes=True)
+    text = lowered(call(op, backend, rules_of(False)), *operands, platform=PLATFORM[backend])
+    assert count_calls(text, PLATFORM[backend]) == 1
+    assert text.count('output_operand_alias<') == 2
+
+
+BAD_TILES = dict(
+    triton=(outer_triton, outer_triton.Tile(16, 48, 16, 4)),
+    mosaic=(outer_mosaic, outer_mosaic.Tile(8, 128, 64, 8)),
+)
+
+
+@BACKENDS
+@OPS
+def test_a_bad_tile_does_not_lower(op, backend, monkeypatch):
+    module, tile = BAD_TILES[backend]
+    monkeypatch.setattr(module, 'choose_tile', lambda todo: tile)
+    operands = given(op, 1, (8,), 512, 512, 16, shapes=True)
+    with pytest.raises(Exception, match=r'power of 2|divisible by'):
+        lowered(call(op, backend, rules_of(False)), *operands, platform=PLATFORM[backend])
+
+
+@BACKENDS
+@OPS
+def test_a_kernel_batches_inside_a_scan(op, backend):
+    x, D, f, trace, signal = given(op, 2, (2,), 3, 5, density=0.7)
+    others = jax.tree.map(lambda a: jnp.stack([a, -a]), (x, D, f, signal))
+
+    def three(run, x, D, f, signal, trace):
+        """A batch of three steps from one trace."""
+
+        def body(trace, _):
+            new, read = jax.vmap(run)(x, D, f, trace, signal)
+            return list(new), read
+
+        start = list(jax.vmap(run, in_axes=(0, 0, 0, None, 0))(x, D, f, trace, signal)[0])
+        return jax.lax.scan(body, start, length=2)
+
+    rules = rules_of(False)
+    kernel = call(op, backend, rules)
+    plain = jax.jit(partial(three, call(op, 'reference', rules)))
+    found = jax.jit(partial(three, partial(kernel, interpret=True)))(*others, trace)
+    assert_close(found, jax.eval_shape(plain, *others, trace), exact(plain, *others, trace))
+    text = lowered(partial(three, kernel), *others, trace, platform=PLATFORM[backend])
+    assert count_calls(text, PLATFORM[backend]) == 2
+
+
+@BACKENDS
+@OPS
+def test_a_kernel_lowers_inside_shard_map(op, backend):
+    x, D, f, trace, signal = given(op, 2, (2,), 3, 4)
+    time = [None] * (x.ndim - 2)
+    spec = jax.sharding.PartitionSpec
+    row, rows = spec('batch', 'neurons'), spec(*time, 'batch', 'neurons')
+    plane = spec('batch', None, 'neurons')
+
+    def run(*operands):
+        new, read = call(op, backend, rules_of(False))(*operands)
+        return new, jax.lax.psum(read, 'batch')
+
+    sharded = jax.shard_map(
+        run,
+        in_specs=(spec(*time, 'batch', None), row, rows, plane, row),
+        out_specs=(plane, spec(None, 'neurons')),
+    )
+    text = lowered(sharded, x, D, f, trace, signal, platform=PLATFORM[backend], batch=2, neurons=2)
+    assert count_calls(text, PLATFORM[backend]) == 1
+
+
+@BACKENDS
+@OPS
+def test_every_backend_rounds_alike(op, backend):
+    operands = given(op, 2, (3,), 17, 5, stored='bfloat16', bias=True)
+    rules = rules_of(True)
+    found, _ = jax.jit(call(op, backend, rules, seed=7, interpret=True))(*operands)
+    wanted, _ = jax.jit(call(op, 'reference', rules, seed=7))(*operands)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = (np.asarray(leaf, 'float32') for leaf in (a, b))
+        assert np.mean(a != b) < 0.01  # where float32 differs in the last bit, so may the draw
+        np.testing.assert_allclose(a, b, rtol=2**-7)
+    nearest, _ = jax.jit(call(op, 'reference', rules))(*operands)
+    assert np.mean(np.asarray(nearest[0]['weight'] != found[0]['weight'])) > 0.2
+    seed = jax.ShapeDtypeStruct((), 'int32')
+    text = lowered(
+        lambda seed, *rest: call(op, backend, rules, seed=seed)(*rest),
+        seed,
+        *operands,
+        platform=PLATFORM[backend],
+    )
+    assert count_calls(text, PLATFORM[backend]) == 1
+
+
+@BACKENDS
+@OPS
+def test_a_kernel_says_what_it_does_not_take(op, backend):
+    def asked(size=1, lead=(2,), inputs=3, outputs=4, dtype='float32', is_outer=True):
+        made = given(op, size, lead, inputs, outputs, dtype=dtype, shapes=True)
+        rules = dataclasses.replace(rules_of(False), is_outer=is_outer)
+        return getattr(op, backend).supports(rules, *made)
+
+    assert asked() is None
+    assert 'float16' in asked(dtype='float16')
+    assert 'empty' in asked(lead=(0,)) and 'empty' in asked(inputs=0)
+    assert 'outer product' in asked(is_outer=False)
+    reason = dict(triton='takes 99 planes', mosaic='VMEM')[backend]
+    assert reason in asked(size=9, lead=(8,), inputs=128, outputs=128)
+    supports = partial(getattr(op, backend).supports, rules_of(False))
+    x, D, f, trace, signal = given(op, 1, (2,), 3, 4)
+    assert 'no plane' in supports(x, D, f, [None], signal)
+    assert 'nothing' in supports(x, [[None]], [None], trace, None)
+    assert 'outer product' in supports(None, D, f, trace, signal)
+    assert 'shape (4,)' in supports(x, [[D[0][0][0]]], f, trace, signal)
+
+
+@OPS
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('size', [1, 4, 6])
+def test_a_tile_fits_into_memory(op, size, dtype):
+    made = given(op, size, (64,), 512, 512, 1000, dtype=dtype, shapes=True)
+    x, D, f, trace, signal = made
+    todo = as_pass(x, D, f, trace, signal, None, window=op is CARRY)
+    tile = outer_mosaic.choose_tile(todo)
+    assert outer_mosaic.vmem_bytes(todo, tile) < 15 * 2**20
+    assert op.mosaic.supports(rules_of(False), *made) is None
+    assert op.triton.supports(rules_of(False), *made) is None
+
+
+@OPS
+def test_offsets_must_fit(op):
+    made = given(op, 1, (2**11,), 2**10, 2**10, 2, dtype='bfloat16', shapes=True)
+    assert '32 bits' in op.triton.supports(rules_of(False), *made)
+    assert op.mosaic.supports(rules_of(False), *made) is None
