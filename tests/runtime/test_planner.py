@@ -10,7 +10,14 @@ import pytest
 
 import braintrace_fast as btf
 from braintrace_fast.runtime import planner
-from braintrace_fast.runtime.planner import Count, Plan, count_window, parse_bytes, split
+from braintrace_fast.runtime.planner import (
+    Count,
+    Plan,
+    count_window,
+    parse_bytes,
+    plan_windows,
+    split,
+)
 
 BATCH, N_IN, N = 8, 24, 64
 
