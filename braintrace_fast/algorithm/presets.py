@@ -40,6 +40,9 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         The implementation asked for.
     memory_budget : int or str, optional
         The bytes that windows may take, such as ``'256MB'``.
+    stochastic_rounding : bool
+        Whether traces stored in bfloat16 are rounded up or down at random, with the right mean. To
+        the nearest, what decays slowly would never fall.
 
     Examples
     --------
@@ -62,8 +65,10 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
         memory_budget: int | str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(model, name, vjp_method, control_flow, backend, memory_budget)
+        self.stochastic_rounding = stochastic_rounding
         self.fast_solve = fast_solve
         self.trace_dtype = trace_dtype
         self.chunked_trace = chunked_trace
@@ -71,7 +76,13 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the whole trace."""
         windows = self.vjp_method == 'multi-step'
-        return MaterializedEngine(graph, self.trace_dtype, windows, backend=self.resolved_backend)
+        return MaterializedEngine(
+            graph,
+            self.trace_dtype,
+            windows,
+            stochastic=self.stochastic_rounding,
+            backend=self.resolved_backend,
+        )
 
 
 class IODimVjpAlgorithm(ETraceVjpAlgorithm):

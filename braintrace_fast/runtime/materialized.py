@@ -44,6 +44,8 @@ class MaterializedEngine:
         Whether the gradient of windows is asked for: it reads every plane at the window's entry.
     filtered : bool
         Whether every group has its planes a second time, filtered.
+    stochastic : bool
+        Whether traces in bfloat16 are rounded at random, with the right mean.
     backend : Backend
         What to run kernels with.
     """
@@ -54,10 +56,12 @@ class MaterializedEngine:
         trace_dtype: Any = None,
         windows: bool = False,
         filtered: bool = False,
+        stochastic: bool = False,
         backend: Backend = PLAIN,
     ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
+        self.stochastic = stochastic
         self.backend = backend
         self.relations = list(graph.hidden_param_op_relations)
         self.alive, self.kept = (
@@ -114,8 +118,11 @@ class MaterializedEngine:
                 relation.hidden_groups, factors.f[r], entry.trace[r], strict=True
             ):
                 D = [list(map(entry.zero_or, row)) for row in factors.D[group.index]]
-                new_planes, _ = trace_step(rules, factors.x[r], D, f, old, backend=self.backend)
-                groups.append(new_planes)
+                seed = self._seed(step, r, group.index)
+                planes, _ = trace_step(
+                    rules, factors.x[r], D, f, old, seed=seed, backend=self.backend
+                )
+                groups.append(planes)
             new.append(tuple(groups))
         return tuple(new)
 
@@ -212,6 +219,7 @@ class MaterializedEngine:
                         found.u[k],
                         entry.trace[r][place],
                         list(map(entry.zero_or, found.nu)),
+                        seed=self._seed(step, r, group.index),
                         backend=self.backend,
                     )
                     if total is not None:
@@ -222,6 +230,13 @@ class MaterializedEngine:
                 w = c if back is None else c + sum_middle(back, c.ndim)
                 total.add_product(r, factors.x[r], w, leading_axes=1)
         return None if entry is None else tuple(map(tuple, new))
+
+    def _seed(self, step: jax.Array, relation: int, group: int) -> jax.Array | None:
+        """A number for each time that a trace is written."""
+        if not self.stochastic:
+            return None
+        traces = len(self.relations) * len(self.graph.hidden_groups)
+        return step * traces + relation * len(self.graph.hidden_groups) + group
 
     def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
         """The traces of some relations, by relation and group."""

@@ -22,6 +22,7 @@ def trace_carry(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None = None,
     *,
+    seed: jax.Array | None = None,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a window of K steps, and what a signal reads of the one before.
@@ -42,6 +43,9 @@ def trace_carry(
         The trace at the entry, per plane; None for planes that are not kept.
     signal : sequence of array or None, optional
         What the loss says of the states at the entry, per plane.
+    seed : int array, optional
+        Rounds what is stored in bfloat16 up or down at random, with the right mean: one number for
+        each time that a trace is written.
     backend : Backend
         What to run it with.
 
@@ -55,9 +59,9 @@ def trace_carry(
     check_planes('trace_carry', len(trace), P=P, u=u, signal=signal)
     if x is not None and len(x) == 1:
         f = [None if p is None else p[0] for p in u]
-        return trace_step(rules, x[0], P, f, trace, signal, backend=backend)
+        return trace_step(rules, x[0], P, f, trace, signal, seed=seed, backend=backend)
 
     def bind(function: Any) -> Any:
         return functools.partial(function, rules)
 
-    return dispatch.run('trace_carry', backend, bind, x, P, u, trace, signal)
+    return dispatch.run('trace_carry', backend, bind, x, P, u, trace, signal, seed)

@@ -21,6 +21,7 @@ def trace_step(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None = None,
     *,
+    seed: jax.Array | None = None,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a step, and what a signal reads of the trace before.
@@ -41,6 +42,9 @@ def trace_step(
         The trace before the step, per plane; None for planes that are not kept.
     signal : sequence of array or None, optional
         What the loss says of the states before the step, per plane.
+    seed : int array, optional
+        Rounds what is stored in bfloat16 up or down at random, with the right mean: one number for
+        each time that a trace is written.
     backend : Backend
         What to run it with.
 
@@ -56,4 +60,4 @@ def trace_step(
     def bind(function: Any) -> Any:
         return functools.partial(function, rules)
 
-    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal)
+    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal, seed)

@@ -147,3 +147,26 @@ def test_a_learner_with_another_backend_goes_on_by_itself():
     assert int(other.running_index.value) == 1
     other(x)
     assert int(other.running_index.value) == 2 and int(learner.running_index.value) == 1
+
+
+@pytest.mark.parametrize('windows', [True, False])
+def test_stochastic_rounding_is_the_same_on_every_backend(windows):
+    learner, xs = new_learner('leaky', 'd_rtrl', trace_dtype=jnp.bfloat16, stochastic_rounding=True)
+    nearest, _ = new_learner('leaky', 'd_rtrl', trace_dtype=jnp.bfloat16)
+    start = start_of(learner)
+
+    def trace_of(learner):
+        for state, value in start:
+            state.value = value
+        learner.reset_state()
+        if windows:
+            learner.etrace_evolve(xs)
+        else:
+            for t in range(5):
+                learner(jax.tree.map(lambda a, t=t: a[t], xs))
+        return np.asarray(jax.tree.leaves(learner.trace.value)[-1], np.float32)
+
+    found = trace_of(learner)
+    np.testing.assert_array_equal(trace_of(learner), found)
+    np.testing.assert_array_equal(trace_of(learner.with_backend('interpret')), found)
+    assert np.abs(found).max() > 0 and not np.array_equal(found, trace_of(nearest))
