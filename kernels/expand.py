@@ -108,20 +108,21 @@ def _round(x: jax.Array, *, rounding_method: Any = 0, **_: Any) -> jax.Array:
     return jnp.where(rest == 0.5, below + half, jnp.floor(x + 0.5)).astype(x.dtype)
 
 
-def _square(x: jax.Array) -> jax.Array:
-    return x * x
+def _select_n(which: jax.Array, *cases: jax.Array) -> jax.Array:
+    """By comparisons, for kernels that select by truth values alone."""
+    found = cases[0]
+    for number, case in enumerate(cases[1:], start=1):
+        found = jnp.where(which if which.dtype == bool else which == number, case, found)
+    return found
 
 
-_function: Callable[..., Any]
-for _name, _function in {'heaviside_surrogate_gradient': _heaviside, 'exprel': _exprel}.items():
-    register_expansion(_name, _function)
-for _name, _function in {'erf': _erf, 'round': _round}.items():
-    register_expansion(_name, _function, ['triton'])
-for _name, _function in {
-    'expm1': _expm1,
-    'cbrt': _cbrt,
-    'atan': _atan,
-    'sinh': _sinh,
-    'cosh': _cosh,
-}.items():
-    register_expansion(_name, _function, ['mosaic'])
+_FOREIGN: dict[str, Callable[..., Any]] = {
+    'heaviside_surrogate_gradient': _heaviside,
+    'exprel': _exprel,
+}
+_MISSING: dict[str, dict[str, Callable[..., Any]]] = {
+    'triton': {'erf': _erf, 'round': _round, 'select_n': _select_n},
+    'mosaic': {'expm1': _expm1, 'cbrt': _cbrt, 'atan': _atan, 'sinh': _sinh, 'cosh': _cosh},
+}
+for _kind, _functions in _MISSING.items():
+    EXPANSIONS[_kind].update(_FOREIGN | _functions)

@@ -62,7 +62,7 @@ def hidden_jacobian(
 
     def kernel(*refs: Any) -> None:
         given, planes = split(refs, len(operands))
-        found = evaluate(program.jaxpr, 'mosaic', [ref[...] for ref in given])
+        found = evaluate(program, 'mosaic', [ref[...] for ref in given])
         for ref, plane in zip(planes, found, strict=True):
             ref[...] = jnp.broadcast_to(plane, tile)
 

@@ -42,7 +42,9 @@ class Program(NamedTuple):
     jaxpr : Jaxpr
         What it does.
     operands : tuple
-        The values of its variables: arrays that it holds itself, then what it was traced for.
+        What its results depend on, each array once.
+    variables : tuple of tuple of Var
+        The variables that have the value of each operand.
     structure : PyTreeDef
         The structure of its results.
     varshape : tuple of int
@@ -51,6 +53,7 @@ class Program(NamedTuple):
 
     jaxpr: Any
     operands: tuple[Any, ...]
+    variables: tuple[tuple[Any, ...], ...]
     structure: Any
     varshape: tuple[int, ...]
 
@@ -62,10 +65,16 @@ def program_of(transition: Any, constants: Any, inputs: Sequence[jax.Array]) -> 
         return reference.hidden_jacobian(transition, constants, inputs)
 
     closed, shapes = jax.make_jaxpr(planes, return_shape=True)(constants, inputs)
-    given = jax.tree.leaves((constants, inputs))
+    jaxpr, values = closed.jaxpr, (*closed.consts, *jax.tree.leaves((constants, inputs)))
+    read = {v for eqn in _needed(jaxpr) for v in _variables(eqn.invars)} | _variables(jaxpr.outvars)
+    by_value: dict[int, tuple[Any, list[Any]]] = {}
+    for v, value in zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True):
+        if v in read:
+            by_value.setdefault(id(value), (value, []))[1].append(v)
     return Program(
-        closed.jaxpr,
-        (*closed.consts, *given),
+        jaxpr,
+        tuple(value for value, _ in by_value.values()),
+        tuple(tuple(variables) for _, variables in by_value.values()),
         jax.tree.structure(shapes),
         tuple(inputs[0].shape),
     )
@@ -134,24 +143,30 @@ def _is_unchanged(eqn: Any, varshape: tuple[int, ...]) -> bool:
     return new == 'full' and (old == 'column' or last_axis == len(varshape) - 1)
 
 
-def evaluate(jaxpr: Any, kind: str, values: Sequence[Any]) -> list[Any]:
+def evaluate(program: Program, kind: str, tiles: Sequence[Any]) -> list[jax.Array]:
     """The results of a program for tiles of its operands."""
-    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+    pairs = zip(program.variables, tiles, strict=True)
+    known = {v: tile for variables, tile in pairs for v in variables}
+    return [_traced(value) for value in _evaluate(program.jaxpr, kind, known)]
 
+
+def _evaluate(jaxpr: Any, kind: str, known: dict[Any, Any]) -> list[Any]:
     def read(atom: Any) -> Any:
         return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, 'val') else known[atom]
 
     for eqn in _needed(jaxpr):
         operands, inner = [read(atom) for atom in eqn.invars], _inner(eqn)
         if inner is not None:
-            results = evaluate(inner[0], kind, [*inner[1], *operands])
+            variables = (*inner[0].constvars, *inner[0].invars)
+            values = zip(variables, (*inner[1], *operands), strict=True)
+            results = _evaluate(inner[0], kind, dict(values))
         elif all(isinstance(a, np.ndarray) for a in operands):  # of numbers that are known now
             with jax.ensure_compile_time_eval():
                 results = [np.asarray(a) for a in _apply(eqn, {}, operands)]
         else:
             results = _apply(eqn, EXPANSIONS[kind], [_traced(a) for a in operands])
         known.update(zip(eqn.outvars, results, strict=True))
-    return [_traced(read(atom)) for atom in jaxpr.outvars]
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _traced(value: Any) -> jax.Array:
@@ -191,9 +206,13 @@ def _inner(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 def _needed(jaxpr: Any) -> list[Any]:
     """The equations that results depend on, in order."""
-    wanted, found = {v for v in jaxpr.outvars if not hasattr(v, 'val')}, []
+    wanted, found = _variables(jaxpr.outvars), []
     for eqn in reversed(jaxpr.eqns):
         if any(v in wanted for v in eqn.outvars):
-            wanted.update(v for v in eqn.invars if not hasattr(v, 'val'))
+            wanted |= _variables(eqn.invars)
             found.append(eqn)
     return found[::-1]
+
+
+def _variables(atoms: Sequence[Any]) -> set[Any]:
+    return {v for v in atoms if not hasattr(v, 'val')}

@@ -60,7 +60,7 @@ def hidden_jacobian(
             ref[0] if kind in ('one', 'column') else plgpu.load(ref, mask=inside, other=1)
             for ref, kind in zip(given, kinds, strict=True)
         ]
-        found = evaluate(program.jaxpr, 'triton', tiles)
+        found = evaluate(program, 'triton', tiles)
         for ref, plane in zip(planes, found, strict=True):
             plgpu.store(ref, jnp.broadcast_to(plane, (BLOCK,)), mask=inside)
 

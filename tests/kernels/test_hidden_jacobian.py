@@ -229,3 +229,37 @@ def test_users_add_expansions(monkeypatch):
     assert 'no expansion' in triton.supports(*case)
     with pytest.raises(ValueError, match='There are no'):
         expand.register_expansion('tanh', jnp.tanh, ['metal'])
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+def test_only_what_a_derivative_depends_on_is_read_and_once(kernel):
+    class Sum(Leaky):
+        widths, reached = (0, 0), ((True, True), (True, True))
+        pattern = ((True, True), (True, True))
+        shared = ()
+
+        def evaluate(self, row, constants, inputs):
+            gain, offset = constants
+            return gain * inputs[0] * inputs[1] + offset
+
+    gain, offset, *inputs = jnp.arange(24.0).reshape(4, 2, 3)
+    case = Sum(), [[gain, offset], [gain, offset]], inputs
+    found = program.program_of(*case)
+    assert [id(a) for a in found.operands] == [id(a) for a in (gain, *inputs)]
+    assert_same(kernel.hidden_jacobian(*case, interpret=True), reference.hidden_jacobian(*case))
+
+
+def test_a_choice_by_number_lowers():
+    """Triton selects by truth values; a switch on integers is a chain of comparisons."""
+
+    class Switch(Leaky):
+        def evaluate(self, row, constants, inputs):
+            h, y = inputs
+            which = jnp.where(h < 0, 0, jnp.where(h < 1, 1, 2))
+            return jax.lax.select_n(which, h * y, h + y, jnp.sin(h) * y)
+
+    case = Switch(), [[]], [jnp.linspace(-2.0, 3.0, 6), jnp.linspace(1.0, 2.0, 6)]
+    assert_same(triton.hidden_jacobian(*case, interpret=True), reference.hidden_jacobian(*case))
+    run = jax.jit(functools.partial(triton.hidden_jacobian, case[0]))
+    text = run.trace(*case[1:]).lower(lowering_platforms=('cuda',)).as_text()
+    assert CALLS['cuda'] in text
