@@ -24,11 +24,16 @@ def trace_carry(
     u: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
+    seed: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
-    """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`."""
+    """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
+
+    With a ``seed``, the reference runs: what it draws depends on the place in the whole batch.
+    """
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
-    if x is None or not rules.is_outer or x.ndim < 3 or shapes != {x.shape[1:-1]}:
-        return reference.trace_carry(rules, x, P, u, trace, signal)
+    plain = seed is not None or not rules.is_outer
+    if plain or x is None or x.ndim < 3 or shapes != {x.shape[1:-1]}:
+        return reference.trace_carry(rules, x, P, u, trace, signal, seed)
     last = x.shape[1] - 1
     x, u = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (x, u))
 

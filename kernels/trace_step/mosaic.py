@@ -24,8 +24,9 @@ def supports(
     f: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None = None,
+    seed: Any = None,
 ) -> str | None:
-    """Why there is no kernel for these operands, or None."""
+    """Why there is no kernel for these operands, with whatever seed; or None."""
     return reason(mosaic.supports, rules, x, D, f, trace, signal, window=False)
 
 
@@ -36,8 +37,8 @@ def trace_step(
     f: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None = None,
-    *,
     seed: Any = None,
+    *,
     interpret: Any = False,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
