@@ -24,7 +24,7 @@ from .operands import Operands, Pass, dot
 __all__ = ['Tile', 'choose_tile', 'launch', 'supports', 'vmem_bytes']
 
 SUBLANES, LANES = 8, 128
-VMEM = 15 * 2**20  # of 16 MiB; the rest is for what the compiler keeps there
+VMEM = 13 * 2**20  # of 16 MiB; up to 2 go to what the compiler cannot keep in registers
 STEPS, LEAST_STEPS = 64, 8
 
 

@@ -26,10 +26,13 @@ def trace_carry(
     signal: Sequence[Plane] | None,
     seed: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
-    """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`."""
+    """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
+
+    With a ``seed``, the reference runs: what it draws depends on the place in the whole batch.
+    """
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
-    fits = x is not None and rules.is_outer and x.ndim > 2 and shapes == {x.shape[1:-1]}
-    if x is None or not fits or seed is not None:  # places in the whole trace are drawn for
+    plain = seed is not None or not rules.is_outer
+    if plain or x is None or x.ndim < 3 or shapes != {x.shape[1:-1]}:
         return reference.trace_carry(rules, x, P, u, trace, signal, seed)
     last = x.shape[1] - 1
     x, u = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (x, u))

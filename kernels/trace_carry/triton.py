@@ -26,7 +26,7 @@ def supports(
     signal: Sequence[Plane] | None = None,
     seed: Any = None,
 ) -> str | None:
-    """Why there is no kernel for these operands, or None."""
+    """Why there is no kernel for these operands, with whatever seed; or None."""
     return reason(triton.supports, rules, x, P, u, trace, signal, window=True)
 
 

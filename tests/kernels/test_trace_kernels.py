@@ -97,12 +97,12 @@ def check(op, backend, operands, interpret=True):
 
 CASES = {
     'one neuron, no batch': dict(size=1, lead=(), inputs=1, outputs=1, bias=True),
-    'batch 1': dict(size=2, lead=(1,), inputs=3, outputs=5, density=0.6),
-    'two axes of batch': dict(size=3, lead=(2, 2), inputs=5, outputs=3, density=0.5, bias=True),
+    'two axes of batch': dict(size=3, lead=(2, 1), inputs=5, outputs=3, density=0.5, bias=True),
     'past a tile': dict(size=2, lead=(9,), inputs=131, outputs=130, steps=17),
-    'many planes': dict(size=5, lead=(2,), inputs=17, outputs=4, density=0.6, steps=70),
     'bfloat16': dict(size=2, lead=(9,), inputs=5, outputs=70, dtype='bfloat16', bias=True),
-    'bfloat16 stored': dict(size=2, lead=(3,), inputs=17, outputs=7, stored='bfloat16', steps=70),
+    'many planes': dict(
+        size=5, lead=(2,), inputs=17, outputs=4, density=0.6, steps=70, stored='bfloat16'
+    ),
 }
 
 
@@ -121,8 +121,6 @@ def test_a_kernel_is_the_reference(op, backend, case):
 def test_only_what_is_there_is_computed(op, backend):
     x, D, f, trace, signal = given(op, 2, (2,), 3, 4, bias=True)
     D, nothing = [[None, D[0][1]], [None, None]], [None, None]
-    new, read = check(op, backend, (x, D, [None, f[1]], trace, None))
-    assert read is None
     new, read = check(op, backend, (x, D, nothing, trace, [None, signal[1]]))
     assert new[1] is None and read is not None
     new, read = check(op, backend, (x, D, f, [trace[0], None], nothing))
@@ -146,8 +144,9 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(outer_mosaic, name, size)
 
 
-@OPS
-@pytest.mark.parametrize('stored', ['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+    ('op', 'stored'), [(STEP, 'float32'), (CARRY, 'float32'), (CARRY, 'bfloat16')]
+)
 def test_a_grid_has_no_races(op, stored, small_tiles, capfd):
     # jax 0.10 cannot interpret blocks past the edge of an array that is overwritten in this mode
     operands = given(op, 2, (4,), 8, 4, steps=5, stored=stored)
@@ -196,8 +195,7 @@ def test_a_tile_that_is_left_out_is_caught(op, backend, small_tiles, monkeypatch
     [
         ((8,), 512, 512, 'float32', 'float32'),
         ((9,), 200, 300, 'bfloat16', 'bfloat16'),
-        ((2, 3), 5, 7, 'float32', 'bfloat16'),
-        ((), 1, 1, 'float32', 'float32'),
+        ((), 1, 1, 'float32', 'bfloat16'),
     ],
     ids=str,
 )
@@ -324,7 +322,7 @@ def test_a_tile_fits_into_memory(op, size, dtype):
     x, D, f, trace, signal = made
     todo = as_pass(x, D, f, trace, signal, None, window=op is CARRY)
     tile = outer_mosaic.choose_tile(todo)
-    assert outer_mosaic.vmem_bytes(todo, tile) < 15 * 2**20
+    assert outer_mosaic.vmem_bytes(todo, tile) < 13 * 2**20
     assert op.mosaic.supports(rules_of(False), *made) is None
     assert op.triton.supports(rules_of(False), *made) is None
 
