@@ -108,6 +108,10 @@ def _round(x: jax.Array, *, rounding_method: Any = 0, **_: Any) -> jax.Array:
     return jnp.where(rest == 0.5, below + half, jnp.floor(x + 0.5)).astype(x.dtype)
 
 
+def _one_minus_square(x: jax.Array, **_: Any) -> jax.Array:
+    return 1 - x * x
+
+
 def _select_n(which: jax.Array, *cases: jax.Array) -> jax.Array:
     """By comparisons, for kernels that select by truth values alone."""
     found = cases[0]
@@ -116,13 +120,14 @@ def _select_n(which: jax.Array, *cases: jax.Array) -> jax.Array:
     return found
 
 
-_FOREIGN: dict[str, Callable[..., Any]] = {
+_ON_ALL: dict[str, Callable[..., Any]] = {
     'heaviside_surrogate_gradient': _heaviside,
     'exprel': _exprel,
+    'one_minus_square': _one_minus_square,
 }
 _MISSING: dict[str, dict[str, Callable[..., Any]]] = {
     'triton': {'erf': _erf, 'round': _round, 'select_n': _select_n},
     'mosaic': {'expm1': _expm1, 'cbrt': _cbrt, 'atan': _atan, 'sinh': _sinh, 'cosh': _cosh},
 }
 for _kind, _functions in _MISSING.items():
-    EXPANSIONS[_kind].update(_FOREIGN | _functions)
+    EXPANSIONS[_kind].update(_ON_ALL | _functions)

@@ -39,7 +39,8 @@ CHEAP = frozenset(
     """
     abs add add_any and broadcast_in_dim clamp concatenate convert_element_type copy div eq
     expand_dims ge gt heaviside_surrogate_gradient integer_pow iota is_finite le lt max min mul ne
-    neg not or reshape rsqrt select_n sign slice sqrt square squeeze stop_gradient sub transpose xor
+    neg not one_minus_square or reshape rsqrt select_n sign slice sqrt square squeeze stop_gradient
+    sub transpose xor
     """.split()
 )
 """What is computed again rather than kept: one pass over its operands, which are kept anyway.
