@@ -140,7 +140,7 @@ def test_what_is_not_needed_is_not_read():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    for name, size in dict(SUBLANES=2, LANES=4, STEPS=2).items():
+    for name, size in dict(SUBLANES=2, SIDES=[(4, 4)], STEPS=2, LEAST_STEPS=1).items():
         monkeypatch.setattr(outer_mosaic, name, size)
 
 
