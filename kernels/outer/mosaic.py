@@ -25,6 +25,7 @@ __all__ = ['Tile', 'choose_tile', 'launch', 'supports', 'vmem_bytes']
 
 SUBLANES, LANES = 8, 128
 VMEM = 13 * 2**20  # of 16 MiB; up to 2 go to what the compiler cannot keep in registers
+SIDES = (256, 256), (128, 256), (128, 128)
 STEPS, LEAST_STEPS = 64, 8
 
 
@@ -38,12 +39,27 @@ class Tile(NamedTuple):
 
 
 def choose_tile(todo: Pass) -> Tile:
-    """One tile of lanes per side, as many examples as sublanes, and what steps then fit."""
-    sides = min(todo.batch, SUBLANES), min(todo.inputs, LANES), min(todo.outputs, LANES)
+    """As many examples as sublanes, the largest sides that fit, then as many steps as do.
+
+    Larger sides load the steps of a window less often; a single step gains nothing from them.
+    """
+
+    def tile(sides: tuple[int, int], steps: int) -> Tile:
+        inputs, outputs = sides
+        return Tile(
+            min(todo.batch, SUBLANES),
+            min(todo.inputs, inputs),
+            min(todo.outputs, outputs),
+            min(todo.steps, steps),
+        )
+
+    choices = [tile(sides, STEPS) for sides in SIDES] if todo.window else []
     steps = STEPS
-    while steps > LEAST_STEPS and vmem_bytes(todo, Tile(*sides, steps)) > VMEM:
+    while steps >= LEAST_STEPS:
+        choices.append(tile(SIDES[-1], steps))
         steps //= 2
-    return Tile(*sides, min(steps, todo.steps))
+    fitting = (choice for choice in choices if vmem_bytes(todo, choice) <= VMEM)
+    return next(fitting, choices[-1])
 
 
 def vmem_bytes(todo: Pass, tile: Tile) -> int:

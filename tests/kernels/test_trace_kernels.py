@@ -140,7 +140,7 @@ def test_what_is_not_needed_is_not_read():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    for name, size in dict(SUBLANES=2, LANES=4, STEPS=2).items():
+    for name, size in dict(SUBLANES=2, SIDES=[(4, 4)], STEPS=2, LEAST_STEPS=1).items():
         monkeypatch.setattr(outer_mosaic, name, size)
 
 
@@ -178,6 +178,30 @@ def test_steps_past_the_last_are_left_out(monkeypatch):
     monkeypatch.setattr(plgpu, 'load', lambda ref, mask, other: ref[...])
     with pytest.raises(AssertionError):
         check(CARRY, 'triton', operands)
+
+
+@OPS
+def test_old_planes_are_read_before_any_is_overwritten(op, monkeypatch):
+    """No interpreter would see it: in place, a plane that is overwritten too early is lost."""
+    operands = given(op, 2, (3,), 40, 40)
+    x, D, f, trace, signal = operands
+    todo = as_pass(x, D, f, trace, signal, None, window=op is CARRY)
+    tile = outer_triton.choose_tile(todo)
+    events = []
+
+    def logged(name, access):
+        def call(ref, *value, mask, **options):
+            if mask.shape == (tile.inputs, tile.outputs):
+                events.append(name)
+            return access(ref, *value, mask=mask, **options)
+
+        return call
+
+    for name in ('load', 'store'):
+        monkeypatch.setattr(plgpu, name, logged(name, getattr(plgpu, name)))
+    jax.eval_shape(call(op, 'triton', rules_of(False)), *operands)
+    body = ['load', 'load', 'store', 'store']
+    assert events[:4] == body and events == body * (len(events) // 4) + ['store']
 
 
 @BACKENDS
