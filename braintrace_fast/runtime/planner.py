@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import brainstate
 import jax
 
-from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params, open_jaxpr
+from .._compat import (
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxprs_in_params,
+    open_jaxpr,
+    scan_split,
+)
 from .._typing import PyTree
 
 __all__ = [
@@ -446,7 +455,7 @@ def _in_place(eqn: JaxprEqn) -> dict[Var, Var]:
     elif eqn.primitive.name == 'while':
         operands = eqn.invars[eqn.params['cond_nconsts'] + eqn.params['body_nconsts'] :]
     elif eqn.primitive.name == 'scan':
-        first, number = eqn.params['num_consts'], eqn.params['num_carry']
+        first, number = scan_split(eqn)
         operands = eqn.invars[first : first + number]
     elif eqn.params.get('branches_platforms') is not None:
         (branch,) = _inside(eqn)
