@@ -1,5 +1,6 @@
 """What tests of kernels share: an exact reference, comparison with it, and lowering."""
 
+import contextlib
 import warnings
 
 import jax
@@ -33,9 +34,9 @@ def assert_close(found, wanted, values):
         assert np.all(error <= allowed), np.max(error / (allowed + 1e-30))
 
 
-def lowered(f, *operands, platform, **axes):
-    """The module for a platform that is not here, under a mesh of the given sizes of axes."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), operands)
+@contextlib.contextmanager
+def absent(platform, **axes):
+    """Trace and lower inside for a platform that is not here, with the given sizes of axes."""
     axes = axes or {'device': 1}
     mesh = jax.sharding.AbstractMesh(
         tuple(axes.values()),
@@ -46,6 +47,13 @@ def lowered(f, *operands, platform, **axes):
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         # jax 0.12 announces the end of Pallas for Triton, and ships it.
         warnings.filterwarnings('ignore', 'The Pallas Triton backend', DeprecationWarning)
+        yield
+
+
+def lowered(f, *operands, platform, **axes):
+    """The module for a platform that is not here, under a mesh of the given sizes of axes."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), operands)
+    with absent(platform, **axes):
         return jax.jit(f).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
 
 
