@@ -31,6 +31,7 @@ from .factors import (
     sum_middle,
 )
 from .gradient import GradientSum
+from .materialized import bypasses
 
 __all__ = ['FactorizedEngine']
 
@@ -69,8 +70,7 @@ class FactorizedEngine:
         self.backend = backend
         self.decay_x, self.decay_f = decay
         self.relations = list(graph.hidden_param_op_relations)
-        perturb = graph.exit_perturb
-        self.bypasses = [True] * len(self.relations) if perturb is None else perturb.y_bypasses
+        self.bypasses = bypasses(graph)
         varying = [relation for relation in self.relations if not relation.is_static]
         if windows and varying:
             raise NotSupportedError(
@@ -146,7 +146,8 @@ class FactorizedEngine:
             if signal is not None:
                 signal = sum_leading(signal / self.bias(step), c.ndim)
                 total.add_product(r, xs[r], signal, factors.varying[r])
-            total.add_present(r, factors, c, add(present))
+            if self.bypasses[r] or not relation.is_static:
+                total.add_present(r, factors, c, add(present))
         self._add_entry(total, entry, signals.R, step - 1, factors.varying)
 
     def entry_gradients(

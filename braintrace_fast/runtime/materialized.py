@@ -64,6 +64,7 @@ class MaterializedEngine:
         self.stochastic = stochastic
         self.backend = backend
         self.relations = list(graph.hidden_param_op_relations)
+        self.bypasses = [True] * len(self.relations) if windows else bypasses(graph)
         self.alive, self.kept = (
             [
                 [
@@ -142,16 +143,19 @@ class MaterializedEngine:
         """
         for r, relation in enumerate(self.relations):
             in_trace: list[Plane] = []
+            elsewhere = self.bypasses[r] or not relation.is_static
             for place, group in enumerate(relation.hidden_groups):
                 L, R = signals.L[group.index], signals.R[group.index]
                 if self._is_whole(r, place, L, R):
                     read = read_trace(bound_rules(relation), L, trace[r][place])
                     in_trace += map(times, L, factors.f[r][place])
                 else:
+                    elsewhere = True
                     past = map(entry.zero_or, signals_before(factors.D[group.index], L, R))
                     read = read_trace(bound_rules(relation), list(past), entry.trace[r][place])
                 total.add_past(r, read)
-            total.add_present(r, factors, signals.c[r], add(in_trace))
+            if elsewhere:  # otherwise the trace holds all that the op does
+                total.add_present(r, factors, signals.c[r], add(in_trace))
 
     def _is_whole(self, r: int, place: int, L: Sequence[Plane], R: Sequence[Plane]) -> bool:
         """Whether the trace after a step holds all that the loss of the step reads of the past."""
@@ -275,6 +279,12 @@ def bound_rules(
         contract=functools.partial(rules.contract, **params),
         is_outer=rules.is_outer and not slopes,
     )
+
+
+def bypasses(graph: ETraceGraph) -> Sequence[bool]:
+    """Per relation, whether its op reaches the loss other than by hidden states."""
+    perturb = graph.exit_perturb
+    return [True] * len(graph.hidden_param_op_relations) if perturb is None else perturb.y_bypasses
 
 
 def kept_planes(
