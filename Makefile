@@ -4,6 +4,8 @@ WORKERS ?= 2
 MARKS ?= not slow
 ARGS ?=
 
+comma := ,
+
 # The first interpreter of version $(1) on PATH or under pyenv, or nothing.
 find-python = $(shell \
 	for python in python$(1) python3 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python; do \
@@ -12,7 +14,7 @@ find-python = $(shell \
 			print(sys.executable)' 2>/dev/null && break; \
 	done)
 
-.PHONY: help demo bench test test-slow test-matrix lint format types wheel clean
+.PHONY: help demo bench test test-slow test-matrix accelerators lint format types wheel clean
 .PRECIOUS: .venv/%/.ready
 
 help: ## list the targets
@@ -39,6 +41,10 @@ test-%: .venv/%/.ready
 	@echo "==> test: pytest in .venv/$* on $(WORKERS) workers, tests that are $(MARKS)"
 	@JAX_PLATFORMS=cpu .venv/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" $(ARGS)
 
+accelerators: .venv/accelerators/.ready ## compile every kernel for GPUs and TPUs, of which none is needed
+	@echo "==> accelerators: python -m accelerators in .venv/accelerators"
+	@.venv/accelerators/bin/python -m accelerators --jobs $(WORKERS) $(ARGS)
+
 lint: .venv/py311/.ready ## check style and format with ruff
 	@echo "==> lint: ruff check, ruff format --check"
 	@.venv/py311/bin/ruff check
@@ -63,13 +69,14 @@ clean: ## remove environments, builds and caches
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/%/.ready: pyproject.toml constraints/%.txt
-	$(eval version := $(patsubst py3%,3.%,$*))
+	$(eval version := $(if $(filter py3%,$*),$(patsubst py3%,3.%,$*),3.11))
+	$(eval extras := $(if $(filter py3%,$*),test$(comma)examples,$*))
 	$(eval python := $(call find-python,$(version)))
 	@test -n "$(python)" || { \
 		echo "Python $(version) with its venv module is not on PATH: install it, then repeat" >&2; \
 		exit 1; }
 	@echo "==> set-up: virtual environment .venv/$* from $(python)"
 	@"$(python)" -m venv .venv/$*
-	@echo "==> set-up: installing the library with what tests and examples need, pinned by constraints/$*.txt"
-	@.venv/$*/bin/python -m pip install --quiet --editable '.[test,examples]' --constraint constraints/$*.txt
+	@echo "==> set-up: installing the library with what [$(extras)] needs, pinned by constraints/$*.txt"
+	@.venv/$*/bin/python -m pip install --quiet --editable '.[$(extras)]' --constraint constraints/$*.txt
 	@touch $@

@@ -1,0 +1,55 @@
+"""Compile every kernel for every device; print a table, and fail if something is wrong.
+
+Run ``make accelerators``, or in its environment ``python -m accelerators --help``.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+os.environ['JAX_PLATFORMS'] = 'cpu'  # before jax is imported: it would look for devices
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+from .broken import BROKEN, escaped
+from .cases import all_cases
+from .checks import TARGETS, check
+from .report import HEADER, as_line, document
+
+PAGE = Path(__file__).parents[1] / 'docs' / 'accelerators.md'
+
+
+def main() -> int:
+    """Returns how many faults were found, as a status."""
+    parser = argparse.ArgumentParser(prog='python -m accelerators', description=__doc__)
+    parser.add_argument('--targets', nargs='+', choices=TARGETS, default=TARGETS)
+    parser.add_argument('--jobs', type=int, default=2, help='processes that compile side by side')
+    parser.add_argument('--page', type=Path, default=PAGE, help='where to write the table')
+    given = parser.parse_args()
+    start, targets = time.monotonic(), tuple(given.targets)
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context('spawn')) as pool:
+        passed = [pool.submit(escaped, target) for target in targets]
+        found = [pool.submit(check, make, targets) for make in all_cases()]
+        print('| ' + ' | '.join(HEADER) + ' |', flush=True)
+        rows = []
+        for future in found:
+            rows += future.result()
+            print(*map(as_line, rows[-len(targets) :]), sep='\n', flush=True)
+        missed = [line for future in passed for line in future.result()]
+    faults = [row for row in rows if row.faults]
+    print(
+        f'==> compiled {len(rows)} in {time.monotonic() - start:.0f} s, {len(faults)} are faulty; '
+        f'of {len(BROKEN)} kernels that are broken on purpose, {len(missed)} escaped'
+    )
+    print(*map(as_line, faults), *missed, sep='\n')
+    if targets == TARGETS:
+        given.page.write_text(document(rows), 'utf-8')
+        print(f'==> written: {os.path.relpath(given.page)}')
+    return bool(faults or missed)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""Which kernels are checked, for which operands."""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import saiunit as u
+
+from braintrace_fast.compiler import compile_etrace_graph
+from braintrace_fast.op.matmul import matmul_p
+from tests import models
+
+__all__ = [
+    'Case',
+    'adjoint_scan',
+    'all_cases',
+    'as_arrays',
+    'factored_trace',
+    'floor',
+    'hidden_jacobian',
+    'implementation',
+    'plain_pass',
+    'smooth',
+    'stacked_pass',
+    'trace_carry',
+    'trace_step',
+]
+
+LARGE = 512
+MANY = 64
+STEPS = 64
+
+
+class Case(NamedTuple):
+    """A kernel and its operands.
+
+    Attributes
+    ----------
+    op : str
+        The folder of the kernel, and its function; ``folder.function`` if that has another name.
+    dtype, shape : str
+        What the operands are, for a reader.
+    operands : tuple
+        Trees of shapes and dtypes.
+    bind : callable
+        From an implementation of the op to a function of the operands.
+    trace : tuple of int
+        Which operands are the trace: they are donated, and must be updated in place.
+    bounded : bool
+        Whether the bytes that it moves may exceed the floor by no more than 5%.
+    compared : bool
+        Whether to compare it with what XLA makes of the plain formula.
+    """
+
+    op: str
+    dtype: str
+    shape: str
+    operands: tuple[Any, ...]
+    bind: Callable[[Callable[..., Any]], Callable[..., Any]]
+    trace: tuple[int, ...] = ()
+    bounded: bool = False
+    compared: bool = False
+
+    def __str__(self) -> str:
+        return f'{self.op}, {self.dtype}, {self.shape}'
+
+
+def implementation(case: Case, kind: str) -> Callable[..., Any]:
+    """What a case runs by the kernels of a kind, ``'triton'`` or ``'mosaic'``; or the reference."""
+    folder, _, function = case.op.partition('.')
+    module = importlib.import_module(f'braintrace_fast.kernels.{folder}.{kind}')
+    return case.bind(getattr(module, function or folder))
+
+
+def floor(case: Case) -> int:
+    """The bytes of all operands that a result depends on, and of all results, each once."""
+    reference = implementation(case, 'reference')
+    closed, results = jax.make_jaxpr(reference, return_shape=True)(*case.operands)
+    needed = _needed(closed.jaxpr)
+    read = [a for a, n in zip(jax.tree.leaves(case.operands), needed, strict=True) if n]
+    return sum(a.size * a.dtype.itemsize for a in (*read, *jax.tree.leaves(results)))
+
+
+def _needed(jaxpr: Any) -> list[bool]:
+    """Which arguments a result depends on."""
+    live = {v for v in jaxpr.outvars if not hasattr(v, 'val')}
+    for eqn in reversed(jaxpr.eqns):
+        if not live.isdisjoint(eqn.outvars):
+            live.update(v for v in eqn.invars if not hasattr(v, 'val'))
+    return [v in live for v in jaxpr.invars]
+
+
+def all_cases() -> list[Callable[[], Case]]:
+    """Makers of cases: every kernel, with large operands and with shapes that no tile divides."""
+    return [*_jacobians(), *_passes(trace_step), *_passes(trace_carry), *_adjoints(), *_factors()]
+
+
+def hidden_jacobian(model: str, batch: int | None, neurons: int) -> Case:
+    """The first transition of a model of the tests."""
+    with (
+        brainstate.environ.context(dt=0.1 * u.ms),
+        mock.patch.object(models, 'N', neurons),
+    ):
+        network, inputs = models.MODELS[model].build(batch)
+        x = jax.tree.map(lambda a: a[0], inputs(0, 1))
+        graph = compile_etrace_graph(network, x)
+        info = graph.module_info
+        states = [state.value for state in info.compiled_model_states]
+        values = info.jaxpr_call(x, old_state_vals=states)[-1]
+    transition = graph.transitions[0]
+    read = [row.constvars for row in transition.rows]
+    inputs = (*transition.hidden_invars, *transition.y_vars)
+    variables = list(dict.fromkeys([*inputs, *(v for row in read for v in row)]))
+
+    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(operands: Sequence[Any]) -> Any:
+            given = dict(zip(variables, operands, strict=True))
+            constants = [[given[v] for v in row] for row in read]
+            return function(transition, constants, [given[v] for v in inputs])
+
+        return run
+
+    operands = [values[v] for v in variables]
+    shape = f'{model}, {operands[0].shape}'
+    return Case('hidden_jacobian', operands[0].dtype.name, shape, (operands,), bind)
+
+
+def _jacobians() -> Iterator[Callable[[], Case]]:
+    for model in ('lif', 'lif_expon', 'alif_expon', 'gif_expon', 'stp', 'gru', 'lstm'):
+        yield partial(hidden_jacobian, model, 3, 37)
+        yield partial(hidden_jacobian, model, 8, LARGE)
+    for model in ('coba_ei', 'custom_vjp', 'custom_jvp'):
+        yield partial(hidden_jacobian, model, None, 5)
+
+
+def _planes(shape: tuple[int, ...], dtype: str) -> Callable[..., Any]:
+    """Nested lists of so many arrays."""
+    array = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def nested(*counts: int) -> Any:
+        return [nested(*counts[1:]) for _ in range(counts[0])] if counts else array
+
+    return nested
+
+
+def trace_step(
+    size: int, shape: tuple[int, ...], dtype: str, *, seed: bool = False, steps: int | None = None
+) -> Case:
+    """A step of all planes of a trace of ``(*batch, inputs, outputs)``.
+
+    With a ``seed``, float32 is rounded stochastically to a trace of that type.
+    """
+    *lead, inputs, outputs = shape
+    plain = 'float32' if seed else dtype
+    time = () if steps is None else (steps,)
+    row = _planes((*lead, outputs), plain)
+    trace = _planes(shape, dtype)
+    operands = (
+        _planes((*time, *lead, inputs), plain)(),
+        row(size, size),
+        _planes((*time, *lead, outputs), plain)(size),
+        [{'weight': plane} for plane in trace(size)],
+        row(size),
+    )
+    return Case(
+        'trace_step' if steps is None else 'trace_carry',
+        f'{dtype}, rounded' if seed else dtype,
+        f'S={size}, {shape}' if steps is None else f'S={size}, K={steps}, {shape}',
+        (*operands, jax.ShapeDtypeStruct((), jnp.uint32)) if seed else operands,
+        _with_rules,
+        trace=(3,),
+        bounded=shape[-2:] == (LARGE, LARGE),
+        compared=lead == [MANY],
+    )
+
+
+def plain_pass(x: Any, D: Any, f: Any, trace: Any, signal: Any) -> Any:
+    """What the kernels of a trace compute, as one would write it: over lists of planes."""
+
+    def outer(plane: Any) -> Any:
+        if x.ndim == 2:
+            return x[:, :, None] * plane[:, None, :]
+        return jnp.einsum('tbi,tbo->bio', x, plane, precision='highest')
+
+    size = range(len(trace))
+    new = [sum(D[s][q][:, None, :] * trace[q] for q in size) + outer(f[s]) for s in size]
+    return new, sum((signal[q][:, None, :] * trace[q]).sum(0) for q in size)
+
+
+def stacked_pass(*operands: Any) -> Any:
+    """The same over planes that are one array."""
+    new, read = plain_pass(*operands)
+    return jnp.stack(new), read
+
+
+def as_arrays(operands: Sequence[Any], *, stacked: bool) -> tuple[Any, ...]:
+    """The operands of a pass over the trace for these two."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return value['weight']
+        if not isinstance(value, list):
+            return value
+        inner = [convert(v) for v in value]
+        if not stacked:
+            return inner
+        return jax.ShapeDtypeStruct((len(inner), *inner[0].shape), inner[0].dtype)
+
+    return tuple(map(convert, operands))
+
+
+def trace_carry(size: int, shape: tuple[int, ...], dtype: str, *, seed: bool = False) -> Case:
+    """The same over a window; a long one for a large trace."""
+    return trace_step(size, shape, dtype, seed=seed, steps=STEPS if shape[-1] == LARGE else 7)
+
+
+def _with_rules(function: Callable[..., Any]) -> Callable[..., Any]:
+    params = dict(has_bias=False, precision='highest')
+    rules = replace(
+        matmul_p.trace_rules,
+        **{
+            name: partial(getattr(matmul_p.trace_rules, name), **params)
+            for name in ('outer', 'outer_sum', 'decay', 'contract')
+        },
+    )
+
+    def run(*operands: Any) -> Any:
+        *operands, seed = operands if len(operands) == 6 else (*operands, None)
+        return function(rules, *operands, seed=seed)
+
+    return run
+
+
+def _passes(make: Callable[..., Case]) -> Iterator[Callable[[], Case]]:
+    for size in (1, 2, 3, 4):
+        yield partial(make, size, (8, LARGE, LARGE), 'float32')
+    for size in (2, 4):
+        yield partial(make, size, (MANY, LARGE, LARGE), 'float32')
+    yield partial(make, 2, (8, LARGE, LARGE), 'bfloat16')
+    yield partial(make, 2, (8, LARGE, LARGE), 'bfloat16', seed=True)
+    for dtype in ('float32', 'bfloat16'):
+        yield partial(make, 2, (3, 21, 37), dtype)
+    yield partial(make, 3, (130, 257), 'float32')
+    yield partial(make, 2, (2, 3, 13, 37), 'float32')
+    yield partial(make, 1, (1, 1, 1), 'float32')
+
+
+def adjoint_scan(size: int, steps: int, shape: tuple[int, ...], dtype: str) -> Case:
+    """All planes of a group of ``size`` states and one op."""
+    planes = _planes((steps, *shape), dtype)
+    return Case(
+        'adjoint_scan',
+        dtype,
+        f'S={size}, K={steps}, {shape}',
+        (planes(size, size), planes(1, size), planes(size), planes(size)),
+        lambda function: partial(function, carry=True),
+        bounded=shape[-1:] == (LARGE,),
+    )
+
+
+def _adjoints() -> Iterator[Callable[[], Case]]:
+    for size in (1, 2, 3, 4):
+        yield partial(adjoint_scan, size, STEPS, (8, LARGE), 'float32')
+    yield partial(adjoint_scan, 2, STEPS, (8, LARGE), 'bfloat16')
+    for dtype in ('float32', 'bfloat16'):
+        yield partial(adjoint_scan, 2, 7, (3, 37), dtype)
+        yield partial(adjoint_scan, 1, 19, (33,), dtype)
+    yield partial(adjoint_scan, 2, 5, (2, 3, 5), 'float32')
+    yield partial(adjoint_scan, 1, 1, (1, 1), 'float32')
+
+
+def factored_trace(size: int, steps: int, shape: tuple[int, ...], dtype: str) -> Case:
+    """All planes of a group of ``size`` states."""
+    planes, start = _planes((steps, *shape), dtype), _planes(shape, dtype)
+    return Case(
+        'factored_trace',
+        dtype,
+        f'S={size}, K={steps}, {shape}',
+        (planes(size, size), planes(size), start(size)),
+        lambda function: partial(function, decay=0.9),
+    )
+
+
+def smooth(steps: int, shape: tuple[int, ...], dtype: str) -> Case:
+    """The input side of a factorised trace."""
+    return Case(
+        'factored_trace.smooth',
+        dtype,
+        f'K={steps}, {shape}',
+        (_planes((steps, *shape), dtype)(), _planes(shape, dtype)()),
+        lambda function: partial(function, decay=0.9),
+    )
+
+
+def _factors() -> Iterator[Callable[[], Case]]:
+    for dtype in ('float32', 'bfloat16'):
+        yield partial(factored_trace, 2, STEPS, (8, LARGE), dtype)
+        yield partial(factored_trace, 2, 7, (3, 37), dtype)
+        yield partial(smooth, STEPS, (8, LARGE), dtype)
+        yield partial(smooth, 19, (33,), dtype)

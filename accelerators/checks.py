@@ -1,0 +1,131 @@
+"""What a case must keep on a device, and what was measured there."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from .blocks import block_bytes
+from .cases import Case, as_arrays, floor, implementation, plain_pass, stacked_pass
+from .gpu import GPUS, compile_for_gpu
+from .hlo import copies, moved
+from .tpu import TPUS, VMEM, compile_for_tpu
+
+__all__ = ['TARGETS', 'Row', 'check', 'measure']
+
+TARGETS = (*GPUS, *TPUS)
+MOST = 1.05
+"""Times the floor, that a bounded case may move."""
+
+RESERVE = 2 * 2**20
+"""A program for a TPU with any temporary takes some of this at once; copies show smaller ones."""
+
+
+class Row(NamedTuple):
+    """A case on a target.
+
+    Attributes
+    ----------
+    op, dtype, shape, target : str
+        Which.
+    registers : int or None
+        Per thread, on a GPU.
+    memory : int
+        Bytes of shared memory, or of VMEM.
+    moved, floor, blocks : int
+        The bytes that the program moves, those that it must, and those of all blocks.
+    planes, stacked : int
+        The bytes that the plain formula moves, for planes by themselves and in one array; 0 if it
+        was not compiled.
+    faults : tuple of str
+        What is wrong.
+    """
+
+    op: str
+    dtype: str
+    shape: str
+    target: str
+    registers: int | None = None
+    memory: int = 0
+    moved: int = 0
+    floor: int = 1
+    blocks: int = 0
+    planes: int = 0
+    stacked: int = 0
+    faults: tuple[str, ...] = ()
+
+
+def check(make: Callable[[], Case], targets: tuple[str, ...] = TARGETS) -> list[Row]:
+    """Compile a case for each target."""
+    case = make()
+    return [measure(case, target) for target in targets]
+
+
+def measure(case: Case, target: str, *, donate: bool = True) -> Row:
+    """Compile a case for a target, measure it and find its faults."""
+    row = Row(case.op, case.dtype, case.shape, target)
+    donated = case.trace if donate else ()
+    kind = 'triton' if target in GPUS else 'mosaic'
+    f = implementation(case, kind)
+    try:
+        if kind == 'triton':
+            compiled, kernels = compile_for_gpu(target, f, case.operands, donated)
+            row = row._replace(
+                registers=max(k.registers for k in kernels), memory=max(k.shared for k in kernels)
+            )
+            faults = [f'{k.name} spills {k.spilled} bytes' for k in kernels if k.spilled]
+        else:
+            compiled, used = compile_for_tpu(target, f, case.operands, donated)
+            row = row._replace(memory=used)
+            faults = [f'it takes {used} bytes of VMEM'] if used > VMEM else []
+    except Exception as error:  # whatever a compiler refuses is a fault of the kernel
+        return row._replace(faults=(f'it does not compile: {_first_line(error)}',))
+    row = row._replace(
+        moved=moved(compiled.as_text()),
+        floor=floor(case),
+        blocks=block_bytes(f, case.operands, kept=kind == 'mosaic'),
+    )
+    if case.bounded and row.moved > MOST * row.floor:
+        faults.append(f'it moves {row.moved} bytes and must move {row.floor}')
+    if case.compared and (kind, case.op) != ('mosaic', 'trace_carry'):  # that takes minutes
+        row = row._replace(planes=_plain(case, target, False), stacked=_plain(case, target, True))
+    if case.trace:
+        faults += _faults_of_trace(case, compiled, kind)
+    return row._replace(faults=tuple(faults))
+
+
+def _plain(case: Case, target: str, stacked: bool) -> int:
+    """What XLA moves for the plain formula of a pass over the trace."""
+    compile_for = compile_for_gpu if target in GPUS else compile_for_tpu
+    f = stacked_pass if stacked else plain_pass
+    compiled, _ = compile_for(target, f, as_arrays(case.operands, stacked=stacked), case.trace)
+    return moved(compiled.as_text())
+
+
+def _faults_of_trace(case: Case, compiled: Any, kind: str) -> list[str]:
+    """Whether the trace is anywhere but in place."""
+    planes = jax.tree.leaves([case.operands[place] for place in case.trace])
+    largest = max(planes, key=lambda plane: plane.size)
+    size = largest.size * largest.dtype.itemsize
+    memory = compiled.memory_analysis()
+    found = [f'it copies {n} bytes' for n in copies(compiled.as_text()) if n >= size]
+    if memory.temp_size_in_bytes >= (size if kind == 'triton' else max(RESERVE, _tiled(largest))):
+        found.append(f'it takes {memory.temp_size_in_bytes} bytes beside a trace of {size}')
+    total = sum(plane.size * plane.dtype.itemsize for plane in planes)
+    if memory.alias_size_in_bytes < total:
+        found.append(f'it updates {memory.alias_size_in_bytes} of {total} bytes in place')
+    return found
+
+
+def _tiled(array: Any) -> int:
+    """The bytes of an array on a TPU, which stores whole tiles."""
+    *lead, rows, lanes = array.shape
+    packed = 32 // array.dtype.itemsize
+    size = -(-rows // packed) * packed * -(-lanes // 128) * 128 * array.dtype.itemsize
+    for axis in lead:
+        size *= axis
+    return size
+
+
+def _first_line(error: Exception) -> str:
+    return f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'

@@ -1,0 +1,112 @@
+"""What a compiled program does to memory, read off its optimised HLO."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = ['Instruction', 'computations', 'copies', 'moved', 'sizes']
+
+FREE = frozenset(
+    """
+    after-all async-done bitcast constant copy-done get-tuple-element parameter partition-id
+    slice-done tuple
+    """.split()
+)
+"""Instructions that move nothing, or end what another one has begun."""
+
+HIDDEN = frozenset('conditional while'.split())
+ARRAY = re.compile(r'\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?')
+
+
+class Instruction(NamedTuple):
+    """An instruction of HLO: the types of its results and operands are as they are written."""
+
+    name: str
+    opcode: str
+    results: str
+    operands: tuple[str, ...]
+    calls: str | None
+
+
+def computations(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation; those of the whole program are ``'ENTRY'``."""
+    found: dict[str, list[Instruction]] = {}
+    for line in text.splitlines():
+        if line.endswith('{') and not line.startswith(' '):
+            name = 'ENTRY' if line.startswith('ENTRY') else line.split()[0].lstrip('%')
+            found[name] = []
+        elif line.startswith('  ') and ' = ' in line and found:
+            found[name].append(_instruction(line))
+    return found
+
+
+def _instruction(line: str) -> Instruction:
+    name, _, rest = line.strip().removeprefix('ROOT ').partition(' = ')
+    results, rest = _balanced(rest)
+    opcode, _, rest = rest.partition('(')
+    operands, rest = _balanced('(' + rest)
+    calls = re.search(r'(?:calls|to_apply)=%?([\w.-]+)', rest)
+    names = tuple(dict.fromkeys(re.findall(r'%([\w.-]+)', operands)))
+    return Instruction(name.lstrip('%'), opcode, results, names, calls and calls[1])
+
+
+def _balanced(text: str) -> tuple[str, str]:
+    """Text up to the first space or comma that no bracket holds, and what is behind it."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter in '([{') - (letter in ')]}')
+        if depth == 0 and letter in ' ,':
+            return text[:place], text[place + 1 :]
+    return text, ''
+
+
+def sizes(types: str) -> Iterator[int]:
+    """The bytes of each array of a type, or tuple of types, that is in a device's main memory."""
+    for name, bits, shape, layout in ARRAY.findall(types):
+        if 'S(' not in layout:  # another memory, such as VMEM
+            count = 1
+            for size in filter(None, shape.split(',')):
+                count *= int(size)
+            yield count * (1 if name == 'pred' else int(bits) // 8)
+
+
+def moved(text: str) -> int:
+    """The bytes that a program reads from main memory and writes to it.
+
+    Every instruction reads each of its operands once and writes each of its results once; arrays
+    count without the padding of their layout.
+    """
+    return _moved(computations(text), 'ENTRY')
+
+
+def _moved(found: dict[str, list[Instruction]], computation: str) -> int:
+    total, types = 0, {}
+    for instruction in found[computation]:
+        types[instruction.name] = instruction.results
+        if instruction.opcode in HIDDEN:
+            raise ValueError(f'{instruction.name}: the bytes of a {instruction.opcode} are unknown')
+        if instruction.opcode == 'call':
+            total += _moved(found, instruction.calls or '')
+        elif instruction.opcode not in FREE:
+            written = list(sizes(instruction.results))
+            if instruction.opcode.endswith('-start'):  # (destination, source, context)
+                written = list(sizes(_balanced(instruction.results[1:])[0]))
+            total += sum(written)
+            total += sum(sum(sizes(types[operand])) for operand in instruction.operands)
+    return total
+
+
+def copies(text: str) -> list[int]:
+    """The bytes of each array that is copied from main memory to main memory."""
+    found: list[int] = []
+    for instructions in computations(text).values():
+        types = {instruction.name: instruction.results for instruction in instructions}
+        for instruction in instructions:
+            if instruction.opcode in ('copy', 'copy-start'):
+                (source,) = instruction.operands
+                written = instruction.results
+                if instruction.opcode == 'copy-start':
+                    written = _balanced(written[1:])[0]
+                if list(sizes(types[source])):
+                    found += sizes(written)
+    return found
