@@ -73,7 +73,9 @@ def test_rounding_draws_the_same_for_each_element(make):
     assert traffic.stored == traffic.unique_stored
 
 
-@pytest.mark.parametrize('model', ['gru', 'lstm', 'lif', 'gif_expon', 'stp', 'custom_vjp'])
+@pytest.mark.parametrize(
+    'model', ['gru', 'lstm', 'lif', 'gif_expon', 'stp', 'custom_vjp', 'switch']
+)
 def test_the_transition_of_a_model_is_differentiated(model):
     case = hidden_jacobian(model, 3, 50)
     reference = implementation(case, 'reference')(*case.operands)
