@@ -1,0 +1,70 @@
+"""What the suites share: options, the time step, programs that are built once."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import brainstate
+import jax
+import numpy as np
+import pytest
+import saiunit as u
+
+from benchmarks.contenders import build
+from benchmarks.workloads import WORKLOADS
+from braintrace_fast.benchmarking import Program
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup('braintrace_fast')
+    group.addoption('--full', action='store_true', help='run workloads at their full size')
+    group.addoption('--seconds', type=float, default=12.0, help='how long to time a contender')
+    group.addoption('--no-peak', action='store_true', help='start no process for each peak')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line('markers', 'quick: part of `make bench-quick`')
+
+
+@pytest.fixture(autouse=True)
+def _step():
+    with brainstate.environ.context(dt=1.0 * u.ms):
+        yield
+
+
+@functools.lru_cache(maxsize=1)
+def _baseline(workload: str, sizes: tuple[tuple[str, Any], ...]) -> Program:
+    program = build(workload, 'bptt', dict(sizes))
+    for path, gradient in program().items():
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]
+        if not all(np.isfinite(leaf).all() and np.mean(leaf != 0) > 0.1 for leaf in leaves):
+            raise AssertionError(f'{workload}: most of the gradient of {path} is 0 or not finite.')
+    return program
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Programs at the sizes that were asked for, and how to measure them."""
+
+    full: bool
+    seconds: float
+    peak: bool
+
+    def sizes(self, workload: str, **others: Any) -> dict[str, Any]:
+        return WORKLOADS[workload].sized(self.full, **others)
+
+    def baseline(self, workload: str, sizes: Mapping[str, Any]) -> Program:
+        """BPTT, which must have a live gradient: one of zeros is no work to compare with."""
+        return _baseline(workload, tuple(sizes.items()))
+
+    @property
+    def effort(self) -> dict[str, Any]:
+        """Arguments of ``etrace_benchmark.measure``."""
+        return {'seconds': self.seconds, 'peak': self.peak}
+
+
+@pytest.fixture
+def suite(request: pytest.FixtureRequest) -> Suite:
+    option = request.config.getoption
+    return Suite(option('--full'), option('--seconds'), not option('--no-peak'))
