@@ -17,10 +17,16 @@ class EtraceBenchmark:
     ----------
     benchmark : BenchmarkFixture
         The fixture of pytest-benchmark that keeps the times.
+
+    Attributes
+    ----------
+    peak : bool
+        Whether to measure the peak of memory too, which starts a process.
     """
 
     def __init__(self, benchmark: Any) -> None:
         self.benchmark = benchmark
+        self.peak = True
 
     def __call__(
         self,
@@ -87,7 +93,6 @@ class EtraceBenchmark:
         rounds: int | None = None,
         baseline_name: str | None = None,
         seconds: float = 10.0,
-        peak: bool = True,
     ) -> dict[str, Any]:
         """Time a :class:`braintrace_fast.benchmarking.Program` by turns with another.
 
@@ -101,8 +106,6 @@ class EtraceBenchmark:
             What the baseline is called in the record.
         seconds : float
             How long to go on if the rounds are not given; there are from 3 to 15.
-        peak : bool
-            Whether to measure the peak in a fresh process.
         """
         import statistics
         import time
@@ -144,18 +147,19 @@ class EtraceBenchmark:
                 'ratio_low': ratio.low,
                 'ratio_high': ratio.high,
             }
-        if peak:
+        if self.peak:
             info['peak_bytes'] = program.peak_bytes()
         self.benchmark.extra_info.update(info)
         return self.benchmark.extra_info
 
     def check(self, name: str, limit: float | None, meaning: str) -> None:
         """Fail if a recorded number is above a limit."""
+        remedy = 'choose a baseline' if name == 'ratio_low' else 'let `peak` be True'
         found = self.benchmark.extra_info.get(name)
         if limit is None:
             return
         if found is None:
-            pytest.fail(f'There is no {name} to hold against {limit:g}: choose a baseline.')
+            pytest.fail(f'No {name} was measured to hold against {limit:g}: {remedy}.')
         if found > limit:
             pytest.fail(f'Expected {meaning} to be at most {limit:g}, found {found:.4g}.')
 

@@ -14,7 +14,8 @@ def cases():
     for workload in WORKLOADS:
         for contender in CONTENDERS:
             if contender not in ('bptt', 'd_rtrl 256MB'):
-                marks = [pytest.mark.quick] if workload in QUICK and contender != 'eprop' else []
+                quick = workload in QUICK and 'eprop' not in contender.lower()
+                marks = [pytest.mark.quick] if quick else []
                 yield pytest.param(workload, None, contender, marks=marks)
         if workload in ('lif', 'lif_expon'):
             for steps, contenders in LONG.items():
@@ -28,7 +29,7 @@ def test_gradient(etrace_benchmark, suite, workload, steps, contender):
     sizes = suite.sizes(workload, **({'steps': steps} if steps else {}))
     baseline = suite.baseline(workload, sizes)
     program = build(workload, contender, sizes)
-    info = etrace_benchmark.measure(program, baseline, baseline_name='bptt', **suite.effort)
+    info = etrace_benchmark.measure(program, baseline, baseline_name='bptt', seconds=suite.seconds)
     info |= {
         'workload': workload,
         'contender': contender,

@@ -28,6 +28,8 @@ def test_scaling(etrace_benchmark, suite, axis, value, contender):
     sizes = suite.sizes('gif', **{**POINT, axis: value})
     program = build('gif', contender, sizes)
     baseline = None if contender == 'bptt' else suite.baseline('gif', sizes)
-    effort = {'seconds': suite.seconds / 4, 'peak': False}
-    info = etrace_benchmark.measure(program, baseline, baseline_name='bptt', **effort)
+    etrace_benchmark.peak = False
+    info = etrace_benchmark.measure(
+        program, baseline, baseline_name='bptt', seconds=suite.seconds / 4
+    )
     info |= {'axis': axis, 'value': value, 'contender': contender, 'gradient_errors': errors}

@@ -23,14 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption('--no-peak', action='store_true', help='start no process for each peak')
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line('markers', 'quick: part of `make bench-quick`')
-
-
 @pytest.fixture(autouse=True)
 def _step():
     with brainstate.environ.context(dt=1.0 * u.ms):
         yield
+
+
+@pytest.fixture
+def etrace_benchmark(request, etrace_benchmark):
+    etrace_benchmark.peak = not request.config.getoption('--no-peak')
+    return etrace_benchmark
 
 
 @functools.lru_cache(maxsize=1)
@@ -49,7 +51,6 @@ class Suite:
 
     full: bool
     seconds: float
-    peak: bool
 
     def sizes(self, workload: str, **others: Any) -> dict[str, Any]:
         return WORKLOADS[workload].sized(self.full, **others)
@@ -58,13 +59,8 @@ class Suite:
         """BPTT, which must have a live gradient: one of zeros is no work to compare with."""
         return _baseline(workload, tuple(sizes.items()))
 
-    @property
-    def effort(self) -> dict[str, Any]:
-        """Arguments of ``etrace_benchmark.measure``."""
-        return {'seconds': self.seconds, 'peak': self.peak}
-
 
 @pytest.fixture
 def suite(request: pytest.FixtureRequest) -> Suite:
     option = request.config.getoption
-    return Suite(option('--full'), option('--seconds'), not option('--no-peak'))
+    return Suite(option('--full'), option('--seconds'))

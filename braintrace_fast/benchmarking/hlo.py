@@ -15,6 +15,12 @@ FREE = frozenset(
 )
 """What only names a value."""
 
+MOVES = frozenset(
+    'broadcast concatenate convert copy dynamic-slice dynamic-update-slice gather iota pad reshape '
+    'reverse select slice transpose'.split()
+)
+"""What computes nothing."""
+
 WIDTHS = {'pred': 1, 'c64': 8, 'c128': 16}
 """Bytes of an element where the number in the type does not tell its bits."""
 
@@ -35,7 +41,7 @@ class Work(NamedTuple):
     loop_ops : int
         Operations in the bodies of loops, each counted once.
     flops : int
-        Multiplications and additions of matrix products, and one per element of others.
+        Multiplications and additions of matrix products, and one per element of other arithmetic.
     bytes : int
         Bytes that the operations read and write; a slice of an array counts as such.
     """
@@ -138,7 +144,7 @@ def _within(
 
 def _flops(op: _Op, shapes: dict[str, str]) -> int:
     if op.kind != 'dot':
-        return _elements(op.shape)
+        return 0 if op.kind in MOVES else _elements(op.shape)
     contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', op.rest)
     sizes = _dimensions(shapes[op.operands[0]])
     axes = [int(axis) for axis in contracted[1].split(',') if axis] if contracted else []

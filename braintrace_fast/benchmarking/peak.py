@@ -1,14 +1,14 @@
-"""Run an exported program once and print the bytes by which that made the process grow.
+"""Run a compiled program once and print the bytes by which that made the process grow.
 
-A script of its own, started in a fresh process: ``python peak.py FOLDER``. It imports JAX alone, so
-that nothing but the program is counted. Where the system keeps no peak that can be set back (it is
-Linux that does), memory that compiling has left over may hide some of it.
+A script of its own, started in a fresh process: ``python peak.py FILE``. It imports JAX alone and
+compiles nothing, so that only the program is counted. Where the system keeps no peak that can be
+set back (Linux does), memory that was freed before the run may hide some of it.
 """
 
 import contextlib
 import ctypes
 import gc
-import resource
+import pickle
 import sys
 from pathlib import Path
 
@@ -17,19 +17,17 @@ __all__ = ['main']
 STATUS = Path('/proc/self/status')
 
 
-def main(folder: Path) -> int:
+def main(path: Path) -> int:
     """The growth of the process while the program runs, in bytes."""
     import jax
-    import numpy as np
+    from jax.experimental.serialize_executable import deserialize_and_load
 
-    exported = jax.export.deserialize(bytearray((folder / 'program.bin').read_bytes()))
-    with np.load(folder / 'arguments.npz') as file:
-        arguments = [jax.device_put(file[f'a{i}']) for i in range(len(file.files))]
-    compiled = jax.jit(exported.call).lower(*arguments).compile()
-    jax.block_until_ready(arguments)
+    compiled, arguments = pickle.loads(path.read_bytes())
+    run = deserialize_and_load(*compiled)
+    arguments = jax.block_until_ready(jax.device_put(arguments))
     gc.collect()
     before = _settled()
-    results = jax.block_until_ready(compiled(*arguments))
+    results = jax.block_until_ready(run(*arguments))
     after = _high_water()
     del results
     return max(after - before, 0)
@@ -47,6 +45,8 @@ def _settled() -> int:
 def _high_water() -> int:
     if STATUS.exists():
         return _status('VmHWM')
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 

@@ -1,7 +1,7 @@
 """Gradients of a sequence as compiled programs that always start from the same states."""
 
 import functools
-import json
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -13,6 +13,7 @@ from typing import Any
 import brainstate
 import jax
 import numpy as np
+from jax.experimental.serialize_executable import serialize
 
 from . import peak
 from .hlo import Work, count_work
@@ -80,7 +81,7 @@ class Program:
     @functools.cached_property
     def work(self) -> Work:
         """The counted work of the compiled program."""
-        return count_work(self.compiled.as_text())
+        return count_work(self.compiled.as_text() or '')
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
@@ -100,17 +101,15 @@ class Program:
 
     def peak_bytes(self) -> int:
         """Bytes by which a fresh process grows when it runs the program once."""
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            exported = jax.export.export(self.pure)(*self.leaves)
-            (folder / 'program.bin').write_bytes(exported.serialize())
-            arguments = {f'a{i}': np.asarray(leaf) for i, leaf in enumerate(self.leaves)}
-            np.savez(folder / 'arguments.npz', **arguments)  # type: ignore[arg-type]
-            command = [sys.executable, str(peak.__file__), name]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, 'program')
+            arguments = [np.asarray(leaf) for leaf in self.leaves]
+            path.write_bytes(pickle.dumps((serialize(self.compiled), arguments)))
+            command = [sys.executable, str(peak.__file__), str(path)]
             done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f'The process that measures the peak failed:\n{done.stderr}')
-        return int(json.loads(done.stdout))
+        return int(done.stdout)
 
 
 def online(learner: Any, *sequences: Any, step_fn: StepFn, **options: Any) -> Program:
