@@ -54,7 +54,7 @@ class EtraceBenchmark:
         baseline : 'bptt', learner or None
             What to compare with: BPTT through ``learner.model``, another learner, or nothing.
         rounds : int, optional
-            How often each of the two runs; by default as often as ten seconds allow, from 3 to 15.
+            How often each of the two runs; by default as often as ten seconds allow, from 2 to 15.
         max_ratio : float, optional
             The most that the ratio to the baseline may be. The test fails if even the lower
             quartile of the rounds is above.
@@ -105,7 +105,7 @@ class EtraceBenchmark:
         baseline_name : str, optional
             What the baseline is called in the record.
         seconds : float
-            How long to go on if the rounds are not given; there are from 3 to 15.
+            How long to go on if the rounds are not given; there are from 2 to 15.
         """
         import statistics
         import time
@@ -127,7 +127,7 @@ class EtraceBenchmark:
         take_turn()
         timed('own', program)
         if rounds is None:
-            rounds = int(min(max(seconds / sum(sum(t) for t in times.values()), 3), 15))
+            rounds = int(min(max(seconds / sum(sum(t) for t in times.values()), 2), 15))
         for first in times.values():  # what is slow about a first run is not the program
             first.clear()
         self.benchmark.pedantic(lambda: timed('own', program), setup=take_turn, rounds=rounds)

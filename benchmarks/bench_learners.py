@@ -5,21 +5,25 @@ import pytest
 from benchmarks.contenders import CONTENDERS, build, gradient_errors
 from benchmarks.workloads import WORKLOADS
 
-QUICK = {'lif', 'lif_expon', 'gru'}
-LONG = {400: [c for c in CONTENDERS if c != 'd_rtrl 256MB'], 2000: ['d_rtrl 256MB', 'd_rtrl fresh']}
+BASIC = ('lif', 'lif_expon')
+QUICK = {*BASIC, 'gru'}
+LEARNERS = [name for name in CONTENDERS if name not in ('bptt', 'd_rtrl 256MB')]
+LONG = {
+    400: [name for name in LEARNERS if 'eprop' not in name.lower()],
+    2000: ['d_rtrl fresh', 'd_rtrl 256MB'],
+}
 """Contenders of the longer runs of the basic workloads."""
 
 
 def cases():
     for workload in WORKLOADS:
-        for contender in CONTENDERS:
-            if contender not in ('bptt', 'd_rtrl 256MB'):
-                quick = workload in QUICK and 'eprop' not in contender.lower()
-                marks = [pytest.mark.quick] if quick else []
-                yield pytest.param(workload, None, contender, marks=marks)
-        if workload in ('lif', 'lif_expon'):
-            for steps, contenders in LONG.items():
-                yield from ((workload, steps, c) for c in contenders if c != 'bptt')
+        for contender in LEARNERS:
+            quick = workload in QUICK and 'eprop' not in contender.lower()
+            marks = [pytest.mark.quick] if quick else []
+            yield pytest.param(workload, None, contender, marks=marks)
+    for workload in BASIC:
+        for steps, contenders in LONG.items():
+            yield from ((workload, steps, contender) for contender in contenders)
 
 
 @pytest.mark.benchmark(group='gradient')

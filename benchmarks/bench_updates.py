@@ -58,7 +58,7 @@ def first_gradient(workload, contender, sizes):
 def test_time_to_first_gradient(benchmark, suite, workload, contender):
     errors = gradient_errors(workload, contender)
     sizes = suite.sizes(workload, steps=2)  # a run of braintrace's D-RTRL would show in it
-    names, rounds = (contender, PAIRS[contender]), 3 if suite.seconds < 5 else 7
+    names, rounds = (contender, PAIRS[contender]), 3 if suite.seconds < 4 else 5
     # Models first: to make them after the caches are cleared takes longer than what is timed.
     made = [[first_gradient(workload, name, sizes) for name in names] for _ in range(rounds + 1)]
     for run in made.pop():

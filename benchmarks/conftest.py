@@ -19,7 +19,7 @@ from braintrace_fast.benchmarking import Program
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup('braintrace_fast')
     group.addoption('--full', action='store_true', help='run workloads at their full size')
-    group.addoption('--seconds', type=float, default=12.0, help='how long to time a contender')
+    group.addoption('--seconds', type=float, default=4.0, help='how long to time a contender')
     group.addoption('--no-peak', action='store_true', help='start no process for each peak')
 
 

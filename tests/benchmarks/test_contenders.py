@@ -6,7 +6,7 @@ import pytest
 import saiunit as u
 
 from benchmarks import contenders
-from benchmarks.contenders import CONTENDERS, build, gradient_errors
+from benchmarks.contenders import build, gradient_errors
 from benchmarks.workloads import WORKLOADS
 
 
@@ -16,12 +16,11 @@ def _step():
         yield
 
 
+FIRST = 'lif'
+
+
 @pytest.mark.parametrize(
-    'workload',
-    [
-        w if w in ('lif_expon', 'gru') else pytest.param(w, marks=pytest.mark.slow)
-        for w in WORKLOADS
-    ],
+    'workload', [FIRST, *(pytest.param(w, marks=pytest.mark.slow) for w in WORKLOADS if w != FIRST)]
 )
 def test_gradients_of_a_workload_are_live_and_right(workload):
     assert gradient_errors(workload, 'd_rtrl carry')['all'] < 1e-9
@@ -42,7 +41,7 @@ def test_a_wrong_gradient_is_refused(monkeypatch):
     doubled = lambda *args: jax.tree.map(lambda g: 2 * g, exact(*args))  # noqa: E731
     monkeypatch.setattr(contenders, 'truth', doubled)
     with pytest.raises(AssertionError, match='relative error'):
-        gradient_errors('gru', 'd_rtrl fresh')
+        gradient_errors('lif', 'd_rtrl fresh')
 
 
 def test_the_deviation_of_the_reference_is_reported_and_not_refused():
@@ -50,13 +49,6 @@ def test_the_deviation_of_the_reference_is_reported_and_not_refused():
     errors = gradient_errors('lif', 'braintrace D_RTRL')
     assert errors['all'] == 1.0  # it has no gradient for a plain readout
     assert errors['traced'] < 1e-9
-
-
-@pytest.mark.parametrize('contender', [c for c in CONTENDERS if c != 'bptt'])
-def test_a_contender_is_a_learner_of_its_library(contender):
-    who = CONTENDERS[contender]
-    assert who.rule in contenders.RULES
-    assert who.ours == (not contender.startswith('braintrace'))
 
 
 def test_full_sizes_are_those_of_the_tasks():
