@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.contenders import build, gradient_errors
+from benchmarks.contenders import build
 
 AXES = {
     'size': (128, 256, 512, 1024, 2048),
@@ -24,7 +24,7 @@ def cases():
 @pytest.mark.benchmark(group='scaling')
 @pytest.mark.parametrize(('axis', 'value', 'contender'), cases())
 def test_scaling(etrace_benchmark, suite, axis, value, contender):
-    errors = gradient_errors('gif', contender)
+    errors = suite.errors('gif', contender)
     sizes = suite.sizes('gif', **{**POINT, axis: value})
     program = build('gif', contender, sizes)
     baseline = None if contender == 'bptt' else suite.baseline('gif', sizes)

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from benchmarks import contenders
-from benchmarks.contenders import CONTENDERS, build, gradient_errors
+from benchmarks.contenders import CONTENDERS, build
 from benchmarks.workloads import WORKLOADS, step_loss
 from braintrace_fast import benchmarking
 
@@ -24,7 +24,7 @@ RATE = 1e-6
 @pytest.mark.parametrize('contender', CASES)
 @pytest.mark.parametrize('workload', ['lif', 'lif_expon'])
 def test_update_in_every_step(etrace_benchmark, suite, workload, contender):
-    errors = gradient_errors(workload, contender, RATE)
+    errors = suite.errors(workload, contender, RATE)
     sizes = suite.sizes(workload, steps=20)
     program, baseline = (
         build(workload, name, sizes, update=RATE) for name in (contender, PAIRS[contender])
@@ -56,9 +56,9 @@ def first_gradient(workload, contender, sizes):
 @pytest.mark.parametrize('contender', CASES)
 @pytest.mark.parametrize('workload', ['lif', 'lif_expon'])
 def test_time_to_first_gradient(benchmark, suite, workload, contender):
-    errors = gradient_errors(workload, contender)
+    errors = suite.errors(workload, contender)
     sizes = suite.sizes(workload, steps=2)  # a run of braintrace's D-RTRL would show in it
-    names, rounds = (contender, PAIRS[contender]), 3 if suite.seconds < 4 else 5
+    names, rounds = (contender, PAIRS[contender]), 3 if suite.seconds < 3 else 5
     # Models first: to make them after the caches are cleared takes longer than what is timed.
     made = [[first_gradient(workload, name, sizes) for name in names] for _ in range(rounds + 1)]
     for run in made.pop():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import saiunit as u
 
-from benchmarks.contenders import build
+from benchmarks.contenders import build, gradient_errors
 from benchmarks.workloads import WORKLOADS
 from braintrace_fast.benchmarking import Program
 
@@ -19,7 +19,7 @@ from braintrace_fast.benchmarking import Program
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup('braintrace_fast')
     group.addoption('--full', action='store_true', help='run workloads at their full size')
-    group.addoption('--seconds', type=float, default=4.0, help='how long to time a contender')
+    group.addoption('--seconds', type=float, default=3.0, help='how long to time a contender')
     group.addoption('--no-peak', action='store_true', help='start no process for each peak')
 
 
@@ -33,6 +33,9 @@ def _step():
 def etrace_benchmark(request, etrace_benchmark):
     etrace_benchmark.peak = not request.config.getoption('--no-peak')
     return etrace_benchmark
+
+
+_errors = functools.cache(gradient_errors)
 
 
 @functools.lru_cache(maxsize=1)
@@ -54,6 +57,10 @@ class Suite:
 
     def sizes(self, workload: str, **others: Any) -> dict[str, Any]:
         return WORKLOADS[workload].sized(self.full, **others)
+
+    def errors(self, workload: str, contender: str, update: float = 0.0) -> dict[str, float]:
+        """Errors against the oracle; a wrong gradient of this library raises."""
+        return _errors(workload, contender, update)
 
     def baseline(self, workload: str, sizes: Mapping[str, Any]) -> Program:
         """BPTT, which must have a live gradient: one of zeros is no work to compare with."""

@@ -180,6 +180,17 @@ def scaling(results: Sequence[Result]) -> str:
         lines.append(
             f'  {axis:8} {contender:16} {time:8.2f} ({IDEAL_TIME[axis]}) {memory:14.2f} ({ideal})'
         )
+    memory = {
+        p['value']: p['temp_bytes']
+        for axis, contender, points in _curves(results)
+        if (axis, contender) == ('steps', 'd_rtrl 256MB')
+        for p in points
+    }
+    if {200, 2000} <= set(memory):
+        lines.append(
+            f'  temporary bytes under a budget of 256 MB: {_size(memory[200])} at T = 200, '
+            f'{_size(memory[2000])} at T = 2000'
+        )
     return '\n'.join(lines)
 
 
@@ -238,10 +249,10 @@ def _size(size: int | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the report of a run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('results', type=Path)
+    parser.add_argument('results', type=Path, nargs='+')
     parser.add_argument('--plot', type=Path, help='where to draw the scaling, if it was measured')
     options = parser.parse_args(arguments)
-    results = load(options.results)
+    results = [result for path in options.results for result in load(path)]
     print(table(results))
     print(goals(results))
     if exponents(results):
