@@ -20,9 +20,9 @@ IDEAL_TIME = {'size': 2, 'batch': 1, 'states': 1, 'steps': 0}
 IDEAL_MEMORY = {
     'bptt': {'size': 1, 'batch': 1, 'states': 1, 'steps': 1},
     'd_rtrl fresh': {'size': 1, 'batch': 1, 'states': 1, 'steps': 1},
-    'd_rtrl carry': {'size': 2, 'batch': 1, 'states': 1, 'steps': 0},
+    'd_rtrl carry': {'size': 1, 'batch': 1, 'states': 1, 'steps': 0},
 }
-"""Exponents of the memory: activations, or traces; `fresh` holds a window up to its budget."""
+"""Exponents of temporary memory: that of a window, up to its budget. Traces are not temporary."""
 
 
 class Goal(NamedTuple):
@@ -219,8 +219,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
             axes.loglog(x, y, 'o-', color=color, markersize=4, label=f'{kind}: {fit:.2f} ({ideal})')
             axes.loglog(x, y[-1] * (x / x[-1]) ** ideal, ':', color=color, linewidth=1)
             axes.legend(fontsize=7, title='fitted (ideal) exponent', title_fontsize=7)
-    for name, axes in zip(names.values(), rows[1], strict=True):
-        axes.set_xlabel(name)
+    for column, name in enumerate(names.values()):
+        rows[1, column].set_xlabel(name)
+        ticks = sorted({r['value'] for r in results if r.get('axis') == list(names)[column]})
+        rows[1, column].set_xticks(ticks, ticks)
+        rows[1, column].minorticks_off()
     rows[0, 0].set_ylabel('time per step (ms)')
     rows[1, 0].set_ylabel('temporary memory (MB)')
     figure.suptitle(

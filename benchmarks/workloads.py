@@ -161,7 +161,7 @@ class EvidenceAccumulator(brainstate.nn.Module):
 class CopyingGRU(brainstate.nn.Module):
     """A GRU and a readout."""
 
-    def __init__(self, library: Any, inputs: int, size: int, outputs: int, rate: float) -> None:
+    def __init__(self, library: Any, inputs: int, size: int, outputs: int) -> None:
         super().__init__()
         self.cell = library.nn.GRUCell(inputs, size)
         self.readout = brainstate.nn.Linear(size, outputs)
@@ -173,7 +173,7 @@ class CopyingGRU(brainstate.nn.Module):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with its data, in three sizes.
+    """A model with its data, at two sizes, and as a small copy.
 
     Attributes
     ----------
@@ -183,8 +183,6 @@ class Workload:
         What fits two cores: arguments of the model, and ``steps`` and ``batch``.
     full : dict
         What differs at full size.
-    tiny : dict
-        What differs in the copy that is compared with the oracle.
     one_hot : bool
         Whether an input is one symbol, not a set of spikes.
     """
@@ -192,7 +190,6 @@ class Workload:
     model: Callable[..., Model]
     sizes: Sizes
     full: Sizes = field(default_factory=dict)
-    tiny: Sizes = field(default_factory=dict)
     one_hot: bool = False
 
     def sized(self, full: bool = False, **others: Any) -> dict[str, Any]:
@@ -202,7 +199,8 @@ class Workload:
     def small_copy(self) -> dict[str, Any]:
         """The sizes of the copy for the oracle."""
         few = dict(inputs=6, size=10, outputs=3, steps=12, batch=2)
-        return {**self.sizes, 'rate': 0.4, **few, **self.tiny}
+        denser = {} if self.one_hot else {'rate': 0.4}
+        return {**self.sizes, **denser, **few}
 
     def make(self, library: Any, sizes: Sizes) -> Model:
         """The model, with the same weights in either library."""
@@ -290,7 +288,7 @@ WORKLOADS: dict[str, Workload] = {
     ),
     'gru': Workload(
         CopyingGRU,
-        dict(inputs=10, size=128, outputs=8, steps=50, batch=16, rate=0.1),
+        dict(inputs=10, size=128, outputs=8, steps=50, batch=16),
         full=dict(size=512, steps=200, batch=64),
         one_hot=True,
     ),

@@ -35,7 +35,7 @@ def main(path: Path) -> int:
 
 def _settled() -> int:
     """What the process holds now; its peak starts anew from here."""
-    with contextlib.suppress(AttributeError, OSError):
+    with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path('/proc/self/clear_refs').write_text('5')
