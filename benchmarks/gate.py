@@ -115,7 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = ratios_of(options.results)
         problems = compare_ratios(found, recorded.get('ratios', {}))
     if options.record:
-        kept = {**recorded, options.what: {**recorded.get(options.what, {}), **found}}
+        # A run may have measured some ratios only; work is always counted as a whole.
+        others = recorded.get('ratios', {}) if options.what == 'ratios' else {}
+        kept = {**recorded, options.what: {**others, **found}}
         BASELINE.write_text(json.dumps({**kept, 'jax': version('jax')}, indent=1) + '\n', 'utf-8')
         print(f'recorded {len(found)} entries of {options.what}')
     elif problems:

@@ -139,15 +139,21 @@ class EvidenceAccumulator(brainstate.nn.Module):
         super().__init__()
         self.excitatory = size - max(size // 5, 1)
         self.neurons = lif(size)
-        active = inputs * rate + 0.05 * self.excitatory
-        project = lambda n_in, scale, reversal: bp.AlignPostProj(  # noqa: E731
-            comm=library.nn.SignedWLinear(n_in, size, w_init=normal(scale, u.siemens)),
-            syn=bp.Expon(size, tau=5 * u.ms, g_initializer=zeros(u.siemens)),
-            out=bp.COBA(E=reversal),
-            post=self.neurons,
-        )
-        self.excite = project(inputs + self.excitatory, 0.2 / active, 5.0 * u.mV)
-        self.inhibit = project(size - self.excitatory, 0.8 / active, -2.0 * u.mV)
+        inhibitory = size - self.excitatory
+
+        def project(scales: list[tuple[int, float]], reversal: u.Quantity) -> Model:
+            """From populations of some sizes, with weights that make up for their number."""
+            rows = jnp.concatenate([jnp.full((n, 1), scale / n) for n, scale in scales])
+            weights = lambda shape: brainstate.random.normal(0.0, 1.0, shape) * rows * u.siemens  # noqa: E731
+            return bp.AlignPostProj(
+                comm=library.nn.SignedWLinear(len(rows), size, w_init=weights),
+                syn=bp.Expon(size, tau=5 * u.ms, g_initializer=zeros(u.siemens)),
+                out=bp.COBA(E=reversal),
+                post=self.neurons,
+            )
+
+        self.excite = project([(inputs, 0.12 / rate), (self.excitatory, 0.5)], 5.0 * u.mV)
+        self.inhibit = project([(inhibitory, 2.5)], -2.0 * u.mV)
         self.readout = brainstate.nn.Linear(size, outputs)
 
     def update(self, x: jax.Array) -> jax.Array:
