@@ -32,12 +32,13 @@ XS = jnp.ones((5, 2, 3))
 def _importable(monkeypatch):
     paths = [str(ROOT), os.environ.get('PYTHONPATH', '')]
     monkeypatch.setenv('PYTHONPATH', os.pathsep.join(filter(None, paths)))
+    # On a worker of xdist, pytest-benchmark measures nothing.
+    monkeypatch.delenv('PYTEST_XDIST_WORKER', raising=False)
 
 
-def run(pytester, body, *options, subprocess=False):
+def run(pytester, body, *options):
     pytester.makepyfile(MODEL + body)
-    runner = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
-    return runner(*PLUGIN, '-p', 'no:xdist', '-W', 'ignore', *options)
+    return pytester.runpytest_inprocess(*PLUGIN, '-p', 'no:xdist', '-W', 'ignore', *options)
 
 
 def test_times_ratio_memory_and_bytes_are_recorded(pytester):
@@ -77,6 +78,19 @@ def test_speed(etrace_benchmark):
     result = run(pytester, body)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f'*{message}*'])
+
+
+def test_with_benchmarks_disabled_only_what_is_counted_is_checked(pytester):
+    body = """
+def test_ratio(etrace_benchmark):
+    etrace_benchmark.peak = False
+    etrace_benchmark(learner(), XS, step_fn=loss, max_ratio=1e-9)
+
+def test_bytes(etrace_benchmark):
+    etrace_benchmark.peak = False
+    etrace_benchmark(learner(), XS, step_fn=loss, max_temp_bytes=1)
+"""
+    run(pytester, body, '--benchmark-disable').assert_outcomes(passed=1, failed=1)
 
 
 def test_another_learner_is_a_baseline(pytester):
