@@ -45,9 +45,9 @@ bench-gate: bench-quick ## fail if ratios are worse than those recorded, beyond 
 	@echo "==> bench-gate: ratios against benchmarks/baseline.json"
 	@$(RUN_BENCH) benchmarks.gate ratios benchmarks/results/quick.json
 
-bench-work: .venv/py311/.ready ## fail if compiled programs do more work than recorded
+bench-work: .venv/py311/.ready ## fail if compiled programs do more work than recorded (ARGS=--record records it)
 	@echo "==> bench-work: counted work against benchmarks/baseline.json"
-	@$(COUNT)
+	@$(COUNT) $(ARGS)
 
 bench-record: bench-quick ## record ratios and counted work anew
 	@$(RUN_BENCH) benchmarks.gate ratios benchmarks/results/quick.json --record
