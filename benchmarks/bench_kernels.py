@@ -3,6 +3,9 @@
 ``KERNELS`` is the registry: an op is one entry, ``name: (reference, formula, arguments)``.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +14,10 @@ import pytest
 from braintrace_fast.benchmarking import Program
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.factored_trace import factored_trace
+from braintrace_fast.kernels.hidden_jacobian import hidden_jacobian
 from braintrace_fast.kernels.trace_carry import trace_carry
+from braintrace_fast.kernels.trace_step import trace_step
+from braintrace_fast.op.matmul import matmul_p
 
 STEPS, BATCH, INPUTS, SIZE = 50, 16, 256, 512
 DECAY = 0.9
@@ -52,23 +58,65 @@ def scan_by_matrices(D, f, L):
     return nu, w, u
 
 
-class Outer:
-    """The trace rules of a dense op."""
-
-    def decay(self, plane, trace):
-        return plane[:, None] * trace
-
-    def outer_sum(self, x, u):
-        return jnp.einsum('kbi,kbo->bio', x, u)
-
-
-def carry_by_planes(x, P, u, e):
-    return jnp.stack(trace_carry(Outer(), x, sparse(P), list(u), list(e), [True, True]))
+RULES = dataclasses.replace(
+    matmul_p.trace_rules,
+    **{
+        name: functools.partial(getattr(matmul_p.trace_rules, name), has_bias=False, precision=None)
+        for name in ('outer', 'outer_sum', 'decay', 'contract')
+    },
+)
 
 
-def carry_by_matrices(x, P, u, e):
+def traces(e):
+    return [{'weight': plane} for plane in e]
+
+
+def carry_by_planes(x, P, u, e, nu):
+    new, read = trace_carry(RULES, x, sparse(P), list(u), traces(e), list(nu))
+    return jnp.stack([plane['weight'] for plane in new]), read['weight']
+
+
+def carry_by_matrices(x, P, u, e, nu):
     matrices = dense([plane[None] for plane in P])[0]
-    return jnp.einsum('sqbo,qbio->sbio', matrices, e) + jnp.einsum('kbi,skbo->sbio', x, u)
+    new = jnp.einsum('sqbo,qbio->sbio', matrices, e) + jnp.einsum('kbi,skbo->sbio', x, u)
+    return new, jnp.einsum('qbo,qbio->io', nu, e)
+
+
+def step_by_planes(x, D, f, e, signal):
+    new, read = trace_step(RULES, x, sparse(D), list(f), traces(e), list(signal))
+    return jnp.stack([plane['weight'] for plane in new]), read['weight']
+
+
+def step_by_matrices(x, D, f, e, signal):
+    return carry_by_matrices(x[None], D, f[:, None], e, signal)
+
+
+class Transition:
+    """A voltage with a soft reset that reads the new value of a current, at every step."""
+
+    widths, reached, pattern = (0, 0), ((True,) * 3,) * 2, ((True,) * 3, (False, True, True))
+    shared, forward_only = (False,), False
+
+    @staticmethod
+    def evaluate(row, constants, inputs):
+        v, g, y = inputs
+        g = 0.9 * g + y
+        return g if row else 0.95 * v + jnp.tanh(g) - jax.nn.sigmoid(v)
+
+
+def jacobian_by_planes(v, g, y):
+    return jax.tree.leaves(hidden_jacobian(Transition(), [(), ()], [v, g, y]))
+
+
+def jacobian_by_matrices(v, g, y):
+    def new(states, y):
+        inputs = [states[0], states[1], y]
+        return jnp.stack([Transition.evaluate(row, (), inputs) for row in range(2)])
+
+    places = tuple(a.reshape(-1) for a in (v, g, y))
+    D, f = jax.vmap(jax.jacrev(new, argnums=(0, 1)))(jnp.stack(places[:2], 1), places[2])
+    found = D[:, 0, 0], D[:, 0, 1], f[:, 0], D[:, 1, 1], f[:, 1]
+    return [plane.reshape(v.shape) for plane in found]
 
 
 def smoothed_by_planes(D, f, start):
@@ -99,8 +147,21 @@ KERNELS = {
             planes(3, BATCH, SIZE),
             planes(2, *WINDOW),
             planes(2, BATCH, INPUTS, SIZE),
+            planes(2, BATCH, SIZE),
         ),
     ),
+    'trace_step': (
+        step_by_planes,
+        step_by_matrices,
+        lambda: (
+            planes(BATCH, INPUTS),
+            planes(3, BATCH, SIZE),
+            planes(2, BATCH, SIZE),
+            planes(2, BATCH, INPUTS, SIZE),
+            planes(2, BATCH, SIZE),
+        ),
+    ),
+    'hidden_jacobian': (jacobian_by_planes, jacobian_by_matrices, lambda: planes(3, *WINDOW)),
     'factored_trace': (
         smoothed_by_planes,
         smoothed_by_matrices,
