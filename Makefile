@@ -14,19 +14,46 @@ find-python = $(shell \
 			print(sys.executable)' 2>/dev/null && break; \
 	done)
 
-.PHONY: help demo bench test test-slow test-matrix accelerators lint format types wheel clean
+.PHONY: help demo bench bench-quick bench-gate bench-work bench-record test test-slow test-matrix accelerators lint format types wheel clean
 .PRECIOUS: .venv/%/.ready
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/py311/.ready ## train a spiking network online and draw it (ARGS="--seed 1" passes options)
 	@echo "==> demo: examples/delayed_match.py in .venv/py311"
 	@.venv/py311/bin/python examples/delayed_match.py --plot build/demo.png $(ARGS)
 
-bench: .venv/py311/.ready ## time gradients against BPTT and braintrace (ARGS="--steps 400" passes options)
-	@echo "==> bench: benchmarks/speed.py in .venv/py311"
-	@JAX_PLATFORMS=cpu .venv/py311/bin/python -m benchmarks.speed $(ARGS)
+# Explicit files: the suites are no tests, and pytest does not look for them.
+RUN_BENCH = JAX_PLATFORMS=cpu .venv/py311/bin/python -W ignore -m
+BENCH = $(RUN_BENCH) pytest benchmarks/bench_*.py -q -W ignore -p no:xdist --benchmark-columns=median,iqr,rounds
+QUICK = -m quick --seconds 1.5 --no-peak
+# What is counted is the program before LLVM gets it.
+COUNT = XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" $(RUN_BENCH) benchmarks.gate work
+
+bench: .venv/py311/.ready ## measure against BPTT and braintrace: table, JSON, docs/scaling.png (ARGS="--full")
+	@echo "==> bench: suites of benchmarks/ in .venv/py311"
+	@mkdir -p benchmarks/results
+	@$(BENCH) --benchmark-json=benchmarks/results/bench.json $(ARGS)
+	@$(RUN_BENCH) benchmarks.report benchmarks/results/bench.json --plot docs/scaling.png
+
+bench-quick: .venv/py311/.ready ## the same on few workloads
+	@echo "==> bench-quick: suites of benchmarks/ in .venv/py311, what is marked quick"
+	@mkdir -p benchmarks/results
+	@$(BENCH) $(QUICK) --benchmark-json=benchmarks/results/quick.json $(ARGS)
+	@$(RUN_BENCH) benchmarks.report benchmarks/results/quick.json
+
+bench-gate: bench-quick ## fail if ratios are worse than those recorded, beyond their spread
+	@echo "==> bench-gate: ratios against benchmarks/baseline.json"
+	@$(RUN_BENCH) benchmarks.gate ratios benchmarks/results/quick.json
+
+bench-work: .venv/py311/.ready ## fail if compiled programs do more work than recorded (ARGS=--record records it)
+	@echo "==> bench-work: counted work against benchmarks/baseline.json"
+	@$(COUNT) $(ARGS)
+
+bench-record: bench-quick ## record ratios and counted work anew
+	@$(RUN_BENCH) benchmarks.gate ratios benchmarks/results/quick.json --record
+	@$(COUNT) --record
 
 test: test-py311 ## run the suite on Python 3.11 (ARGS="-k name" passes options to pytest)
 
@@ -68,9 +95,11 @@ clean: ## remove environments, builds and caches
 	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+.venv/accelerators/.ready: constraints/py311.txt
+
 .venv/%/.ready: pyproject.toml constraints/%.txt
 	$(eval version := $(if $(filter py3%,$*),$(patsubst py3%,3.%,$*),3.11))
-	$(eval extras := $(if $(filter py3%,$*),test$(comma)examples,$*))
+	$(eval extras := $(if $(filter py3%,$*),test$(comma)bench$(comma)examples,$*))
 	$(eval python := $(call find-python,$(version)))
 	@test -n "$(python)" || { \
 		echo "Python $(version) with its venv module is not on PATH: install it, then repeat" >&2; \

@@ -1,99 +1,301 @@
-"""The models that benchmarks run, in the source of either library."""
+"""The registry of workloads: models in the source of either library, their sizes, their data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import brainpy.state as bp
 import brainstate
+import braintools
 import jax
 import jax.numpy as jnp
 import saiunit as u
 
-__all__ = ['RecurrentSpikes', 'sequences', 'step_loss']
+__all__ = ['WORKLOADS', 'Workload', 'step_loss']
+
+Model = brainstate.nn.Module
+Sizes = Mapping[str, Any]
 
 
-SCALES = {1: 600.0, 2: 12.0}
-"""Variances of the weights at which a few percent of the neurons spike in a step."""
+def normal(scale: float, unit: u.Unit = u.UNITLESS) -> Callable[[Any], Any]:
+    return lambda shape: brainstate.random.normal(0.0, scale, shape) * unit
 
 
-class RecurrentSpikes(brainstate.nn.Module):
-    """One layer of recurrent LIF neurons with a plain readout.
+def zeros(unit: u.Unit) -> Callable[[Any], Any]:
+    return lambda shape: u.math.zeros(shape) * unit
 
-    Parameters
-    ----------
-    library : module
-        ``braintrace_fast``, or a library with its names.
-    states : {1, 2}
-        1 for currents that act at once, 2 for exponential synapses.
-    inputs, size, outputs : int
-        Sizes.
-    """
 
-    def __init__(
-        self, library: Any, states: int, inputs: int = 128, size: int = 512, outputs: int = 10
-    ) -> None:
+def lif(size: int) -> bp.LIF:
+    return bp.LIF(
+        size,
+        tau=20 * u.ms,
+        V_th=1.0 * u.mV,
+        V_reset=0 * u.mV,
+        V_rest=0 * u.mV,
+        R=1 * u.ohm,
+        V_initializer=lambda shape: brainstate.random.uniform(0.0, 1.2, shape) * u.mV,
+    )
+
+
+class LIFLayer(brainstate.nn.Module):
+    """Recurrent LIF neurons; a current acts at once (one state), or decays (two)."""
+
+    def __init__(self, library: Any, states: int, inputs: int, size: int, active: float) -> None:
         super().__init__()
-        if states not in SCALES:
-            raise ValueError(f'RecurrentSpikes has 1 or 2 states, not {states}.')
-        brainstate.random.seed(0)
         self.num_states = states
-        self.neurons = bp.LIF(
-            size,
-            tau=20 * u.ms,
-            V_th=1.0 * u.mV,
-            V_reset=0 * u.mV,
-            V_rest=0 * u.mV,
-            R=1 * u.ohm,
-            V_initializer=lambda shape: brainstate.random.uniform(0.0, 1.0, shape) * u.mV,
-        )
-        spread = (SCALES[states] / (inputs + size)) ** 0.5
-        linear = library.nn.Linear(
-            inputs + size,
-            size,
-            w_init=lambda shape: brainstate.random.normal(0.0, spread, shape) * u.mA,
-            b_init=None,
-        )
-        if states == 1:
-            self.current = linear
-        else:
-            self.synapse = bp.AlignPostProj(
-                comm=linear,
-                syn=bp.Expon(
-                    size, tau=10 * u.ms, g_initializer=lambda shape: u.math.zeros(shape) * u.mA
-                ),
+        self.neurons = lif(size)
+        variance = {1: 120.0, 2: 2.4}[states] / (active + 0.2 * size)
+        weights = normal(variance**0.5, u.mA)
+        self.current = library.nn.Linear(inputs + size, size, w_init=weights, b_init=None)
+        if states == 2:
+            self.current = bp.AlignPostProj(
+                comm=self.current,
+                syn=bp.Expon(size, tau=10 * u.ms, g_initializer=zeros(u.mA)),
                 out=bp.CUBA(scale=1.0),
                 post=self.neurons,
             )
+
+    def update(self, x: jax.Array) -> jax.Array:
+        current = self.current(u.math.concatenate([x, self.neurons.get_spike()], -1))
+        return self.neurons(current if self.num_states == 1 else 0 * u.mA)
+
+
+class AdaptiveLayer(brainstate.nn.Module):
+    """Recurrent neurons with any number of adaptation currents, which the voltage may drive too.
+
+    GIF without and RadLIF with ``coupling``, in plain numbers; a spike takes 1, the threshold, off.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        states: int,
+        inputs: int,
+        size: int,
+        active: float,
+        coupling: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.size, self.coupling = size, coupling
+        self.spike = braintools.surrogate.ReluGrad()
+        self.decays = {f'I{k}': 0.9 ** (k + 1) for k in range(states - 1)}
+        weights = normal(0.8 / (active + 0.1 * size) ** 0.5)
+        self.current = library.nn.Linear(inputs + size, size, w_init=weights)
+
+    def init_state(self, batch_size: int | None = None, **options: Any) -> None:
+        shape = (self.size,) if batch_size is None else (batch_size, self.size)
+        self.V = brainstate.HiddenState(brainstate.random.uniform(0.0, 1.2, shape))
+        for name in self.decays:
+            setattr(self, name, brainstate.HiddenState(jnp.zeros(shape, self.V.value.dtype)))
+
+    def get_spike(self) -> jax.Array:
+        return self.spike(self.V.value - 1.0)
+
+    def update(self, x: jax.Array) -> jax.Array:
+        V, fired = self.V.value, self.get_spike()
+        drive = self.current(u.math.concatenate([x, fired], -1))
+        for name, decay in self.decays.items():
+            current = getattr(self, name)
+            current.value = decay * current.value + self.coupling * V + 0.1 * fired
+            drive = drive - current.value
+        self.V.value = 0.9 * V + drive - fired
+        return self.get_spike()
+
+
+class Recurrent(brainstate.nn.Module):
+    """Recurrent layers in a row, and a plain readout."""
+
+    def __init__(
+        self,
+        library: Any,
+        layer: Callable[..., Model],
+        inputs: int,
+        size: int,
+        outputs: int,
+        rate: float,
+        layers: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        # What is active of the input of a layer: the layer's weights are scaled by it.
+        active = [inputs * rate, *(size * 0.1 for _ in range(layers - 1))]
+        self.layers = [
+            layer(library, inputs=size if i else inputs, size=size, active=a, **options)
+            for i, a in enumerate(active)
+        ]
         self.readout = brainstate.nn.Linear(size, outputs)
 
     def update(self, x: jax.Array) -> jax.Array:
         """One step: spikes in, logits out."""
-        seen = u.math.concatenate([x, self.neurons.get_spike()], -1)
-        if self.num_states == 1:
-            spikes = self.neurons(self.current(seen))
+        for layer in self.layers:
+            x = layer(x)
+        return self.readout(x)
+
+
+class EvidenceAccumulator(brainstate.nn.Module):
+    """Excitatory and inhibitory neurons, four to one, with conductance synapses of fixed sign."""
+
+    def __init__(self, library: Any, inputs: int, size: int, outputs: int, rate: float) -> None:
+        super().__init__()
+        self.excitatory = size - max(size // 5, 1)
+        self.neurons = lif(size)
+        inhibitory = size - self.excitatory
+
+        def project(scales: list[tuple[int, float]], reversal: u.Quantity) -> Model:
+            """From populations of some sizes, with weights that make up for their number."""
+            rows = jnp.concatenate([jnp.full((n, 1), scale / n) for n, scale in scales])
+            weights = lambda shape: brainstate.random.normal(0.0, 1.0, shape) * rows * u.siemens  # noqa: E731
+            return bp.AlignPostProj(
+                comm=library.nn.SignedWLinear(len(rows), size, w_init=weights),
+                syn=bp.Expon(size, tau=5 * u.ms, g_initializer=zeros(u.siemens)),
+                out=bp.COBA(E=reversal),
+                post=self.neurons,
+            )
+
+        self.excite = project([(inputs, 0.12 / rate), (self.excitatory, 0.5)], 5.0 * u.mV)
+        self.inhibit = project([(inhibitory, 2.5)], -2.0 * u.mV)
+        self.readout = brainstate.nn.Linear(size, outputs)
+
+    def update(self, x: jax.Array) -> jax.Array:
+        """One step: spikes of the cues in, logits out."""
+        spikes = self.neurons.get_spike()
+        self.excite(u.math.concatenate([x, spikes[..., : self.excitatory]], -1))
+        self.inhibit(spikes[..., self.excitatory :])
+        return self.readout(self.neurons(0 * u.mA))
+
+
+class CopyingGRU(brainstate.nn.Module):
+    """A GRU and a readout."""
+
+    def __init__(self, library: Any, inputs: int, size: int, outputs: int) -> None:
+        super().__init__()
+        self.cell = library.nn.GRUCell(inputs, size)
+        self.readout = brainstate.nn.Linear(size, outputs)
+
+    def update(self, x: jax.Array) -> jax.Array:
+        """One step: a symbol in, logits out."""
+        return self.readout(self.cell(x))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its data, at two sizes, and as a small copy.
+
+    Attributes
+    ----------
+    model : callable
+        ``(library, **sizes)``.
+    sizes : dict
+        What fits two cores: arguments of the model, and ``steps`` and ``batch``.
+    full : dict
+        What differs at full size.
+    one_hot : bool
+        Whether an input is one symbol, not a set of spikes.
+    """
+
+    model: Callable[..., Model]
+    sizes: Sizes
+    full: Sizes = field(default_factory=dict)
+    one_hot: bool = False
+
+    def sized(self, full: bool = False, **others: Any) -> dict[str, Any]:
+        """The sizes to run with."""
+        return {**self.sizes, **(self.full if full else {}), **others}
+
+    def small_copy(self) -> dict[str, Any]:
+        """The sizes of the copy for the oracle."""
+        few = dict(inputs=6, size=10, outputs=3, steps=12, batch=2)
+        denser = {} if self.one_hot else {'rate': 0.4}
+        return {**self.sizes, **denser, **few}
+
+    def make(self, library: Any, sizes: Sizes) -> Model:
+        """The model, with the same weights in either library."""
+        brainstate.random.seed(0)
+        arguments = {k: v for k, v in sizes.items() if k not in ('steps', 'batch')}
+        return self.model(library, **arguments)
+
+    def sequences(self, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
+        """Random inputs, and a random class for every step."""
+        seen, named = jax.random.split(jax.random.key(0))
+        shape = (sizes['steps'], sizes['batch'])
+        if self.one_hot:
+            symbols = jax.random.randint(seen, shape, 0, sizes['inputs'])
+            xs = jax.nn.one_hot(symbols, sizes['inputs'])
         else:
-            self.synapse(seen)
-            spikes = self.neurons(0 * u.mA)
-        return self.readout(spikes)
+            xs = jax.random.bernoulli(seen, sizes['rate'], (*shape, sizes['inputs']))
+        classes = jax.random.randint(named, shape, 0, sizes['outputs'])
+        return xs.astype(brainstate.environ.dftype()), classes
 
 
-def sequences(
-    steps: int, batch: int, inputs: int = 128, outputs: int = 10
-) -> tuple[jax.Array, jax.Array]:
-    """Random spikes, and a random class for every step."""
-    spikes, classes = jax.random.split(jax.random.key(0))
-    xs = (jax.random.uniform(spikes, (steps, batch, inputs)) < 0.2).astype(
-        brainstate.environ.dftype()
-    )
-    return xs, jax.random.randint(classes, (steps, batch), 0, outputs)
+def step_loss(run: Callable[[jax.Array], jax.Array], x: jax.Array, target: jax.Array) -> jax.Array:
+    """The loss of one step of a model, or of a learner of it: the cross-entropy."""
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(run(x)), target[:, None], -1)
+    return -chosen.mean()
 
 
-def step_loss(run: Callable[[jax.Array], jax.Array]) -> Callable[[Any, Any], jax.Array]:
-    """The loss of one step of a model, or of a learner of it."""
+BASIC = dict(inputs=128, size=512, outputs=10, steps=50, batch=16, rate=0.2)
 
-    def loss(x: jax.Array, target: jax.Array) -> jax.Array:
-        logits = run(x)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], -1)
-        return -chosen.mean()
-
-    return loss
+WORKLOADS: dict[str, Workload] = {
+    'lif': Workload(Recurrent, BASIC | dict(layer=LIFLayer, states=1)),
+    'lif_expon': Workload(Recurrent, BASIC | dict(layer=LIFLayer, states=2)),
+    # A wide sparse input in front of three recurrent layers.
+    'wide': Workload(
+        Recurrent,
+        dict(
+            layer=LIFLayer,
+            states=1,
+            layers=3,
+            inputs=4096,
+            size=128,
+            outputs=10,
+            steps=20,
+            batch=8,
+            rate=0.01,
+        ),
+        full=dict(inputs=32768, size=512, steps=50, batch=16),
+    ),
+    # Delayed match-to-sample.
+    'gif': Workload(
+        Recurrent,
+        dict(
+            layer=AdaptiveLayer,
+            states=3,
+            inputs=24,
+            size=200,
+            outputs=2,
+            steps=40,
+            batch=32,
+            rate=0.1,
+        ),
+        full=dict(steps=160, batch=128),
+    ),
+    # Evidence accumulation.
+    'coba': Workload(
+        EvidenceAccumulator,
+        dict(inputs=100, size=200, outputs=2, steps=40, batch=8, rate=0.1),
+        full=dict(size=800, steps=100, batch=16),
+    ),
+    # The shape of a RadLIF network on SHD.
+    'radlif': Workload(
+        Recurrent,
+        dict(
+            layer=AdaptiveLayer,
+            states=2,
+            layers=2,
+            inputs=700,
+            size=128,
+            outputs=20,
+            steps=50,
+            batch=8,
+            rate=0.03,
+            coupling=0.02,
+        ),
+        full=dict(size=1024, steps=100, batch=16),
+    ),
+    'gru': Workload(
+        CopyingGRU,
+        dict(inputs=10, size=128, outputs=8, steps=50, batch=16),
+        full=dict(size=512, steps=200, batch=64),
+        one_hot=True,
+    ),
+}

@@ -23,6 +23,7 @@ def _allowed_imports() -> dict[str, frozenset[str]]:
         **{layer: floor | set(STACK[:height]) for height, layer in enumerate(STACK)},
         'nn': floor | {'op'},
         'testing': everything | {TOP},
+        'benchmarking': everything | {TOP},
         TOP: everything,
     }
 

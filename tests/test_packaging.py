@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILT_FROM = ('braintrace_fast', 'kernels', 'pyproject.toml', 'MANIFEST.in', '*.md', 'LICENSE')
+BUILT_FROM = ('braintrace_fast', 'kernels', '*.py', '*.toml', 'MANIFEST.in', '*.md', 'LICENSE')
 
 
 def _run(*command: str | Path, cwd: Path) -> str:
@@ -61,10 +61,13 @@ def test_readme_examples_run():
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_library_and_nothing_beside_it(wheel: Path):
+def test_wheel_holds_the_library_and_its_plugin_and_nothing_beside_them(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
-    folders = {name.split('/')[0] for name in names}
-    assert folders == {'braintrace_fast', '-'.join(wheel.name.split('-')[:2]) + '.dist-info'}
+    installed = {name.split('/')[0] for name in names}
+    described = '-'.join(wheel.name.split('-')[:2]) + '.dist-info'
+    assert installed == {'braintrace_fast', 'pytest_braintrace_fast.py', described}
+    points = zipfile.ZipFile(wheel).read(f'{described}/entry_points.txt').decode()
+    assert '[pytest11]\npytest_braintrace_fast = pytest_braintrace_fast' in points
     library = [path.relative_to(ROOT) for path in (ROOT / 'braintrace_fast').rglob('*.py')]
     kernels = [path.relative_to(ROOT) for path in (ROOT / 'kernels').rglob('*.py')]
     sources = {

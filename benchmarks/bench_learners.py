@@ -1,0 +1,43 @@
+"""Gradients of whole sequences: every workload, every contender, by turns with BPTT."""
+
+import pytest
+
+from benchmarks.contenders import CONTENDERS, build
+from benchmarks.workloads import WORKLOADS
+
+BASIC = ('lif', 'lif_expon')
+QUICK = {*BASIC, 'gru'}
+LEARNERS = [name for name in CONTENDERS if name not in ('bptt', 'd_rtrl 256MB')]
+LONG = {
+    400: [name for name in LEARNERS if 'eprop' not in name.lower()],
+    2000: ['d_rtrl fresh', 'd_rtrl 256MB'],
+}
+"""Contenders of the longer runs of the basic workloads."""
+
+
+def cases():
+    for workload in WORKLOADS:
+        # What another e-prop takes is seen on one workload.
+        for contender in LEARNERS if workload == 'lif_expon' else LEARNERS[:-1]:
+            quick = workload in QUICK and 'eprop' not in contender.lower()
+            marks = [pytest.mark.quick] if quick else []
+            yield pytest.param(workload, None, contender, marks=marks)
+    for workload in BASIC:
+        for steps, contenders in LONG.items():
+            yield from ((workload, steps, contender) for contender in contenders)
+
+
+@pytest.mark.benchmark(group='gradient')
+@pytest.mark.parametrize(('workload', 'steps', 'contender'), cases())
+def test_gradient(etrace_benchmark, suite, workload, steps, contender):
+    errors = suite.errors(workload, contender)
+    sizes = suite.sizes(workload, **({'steps': steps} if steps else {}))
+    baseline = suite.baseline(workload, sizes)
+    program = build(workload, contender, sizes)
+    info = etrace_benchmark.measure(program, baseline, baseline_name='bptt', seconds=suite.seconds)
+    info |= {
+        'workload': workload,
+        'contender': contender,
+        'gradient_errors': errors,
+        'baseline_memory': baseline.memory,
+    }

@@ -1,0 +1,87 @@
+"""Weights updated in every step, and the time to a first gradient: by turns with braintrace."""
+
+import gc
+import statistics
+import time
+
+import brainstate
+import jax
+import pytest
+
+from benchmarks import contenders
+from benchmarks.contenders import CONTENDERS, build
+from benchmarks.workloads import WORKLOADS, step_loss
+from braintrace_fast import benchmarking
+
+pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
+
+PAIRS = {'d_rtrl carry': 'braintrace D_RTRL', 'pp_prop': 'braintrace pp_prop'}
+CASES = [pytest.param('d_rtrl carry', marks=pytest.mark.quick), 'pp_prop']
+RATE = 1e-6
+
+
+@pytest.mark.benchmark(group='updates')
+@pytest.mark.parametrize('contender', CASES)
+@pytest.mark.parametrize('workload', ['lif', 'lif_expon'])
+def test_update_in_every_step(etrace_benchmark, suite, workload, contender):
+    errors = suite.errors(workload, contender, RATE)
+    sizes = suite.sizes(workload, steps=20)
+    program, baseline = (
+        build(workload, name, sizes, update=RATE) for name in (contender, PAIRS[contender])
+    )
+    peer = PAIRS[contender]
+    info = etrace_benchmark.measure(program, baseline, baseline_name=peer, seconds=suite.seconds)
+    info |= {'workload': workload, 'contender': contender, 'gradient_errors': errors}
+
+
+def first_gradient(workload, contender, sizes):
+    """A fresh model, and how to get its gradient without anything compiled before."""
+    work, who = WORKLOADS[workload], CONTENDERS[contender]
+    model = work.make(contenders.library(who.library), sizes)
+    brainstate.nn.init_all_states(model, batch_size=sizes['batch'])
+    sequences = work.sequences(sizes)
+
+    def run():
+        jax.clear_caches()
+        gc.collect()
+        start = time.perf_counter()
+        learner = contenders.learner(who, model, sequences[0][0])
+        benchmarking.online(learner, *sequences, step_fn=step_loss, **who.options)()
+        return time.perf_counter() - start
+
+    return run
+
+
+@pytest.mark.benchmark(group='first gradient')
+@pytest.mark.parametrize('contender', CASES)
+@pytest.mark.parametrize('workload', ['lif', 'lif_expon'])
+def test_time_to_first_gradient(benchmark, suite, workload, contender):
+    errors = suite.errors(workload, contender)
+    sizes = suite.sizes(workload, steps=2)  # a run of braintrace's D-RTRL would show in it
+    names, rounds = (contender, PAIRS[contender]), 3 if suite.seconds < 3 else 5
+    # Models first: to make them after the caches are cleared takes longer than what is timed.
+    made = [[first_gradient(workload, name, sizes) for name in names] for _ in range(rounds + 1)]
+    for run in made.pop():
+        run()
+    seconds = {name: [] for name in names}
+
+    def baseline():
+        seconds[names[1]].append(made[-1][1]())
+
+    def own():
+        seconds[names[0]].append(made.pop()[0]())
+
+    benchmark.pedantic(own, setup=baseline, rounds=rounds)
+    ratio = benchmarking.Ratio.of(seconds[names[0]], seconds[names[1]])
+    benchmark.extra_info |= {
+        'workload': workload,
+        'contender': contender,
+        'steps': 1,
+        'seconds_per_step': statistics.median(seconds[names[0]]),
+        'baseline': names[1],
+        'baseline_seconds_per_step': statistics.median(seconds[names[1]]),
+        'ratio': ratio.value,
+        'ratio_low': ratio.low,
+        'ratio_high': ratio.high,
+        'gradient_errors': errors,
+    }

@@ -1,0 +1,271 @@
+"""From the results of a run to a table in the terminal, and to pictures.
+
+python -m benchmarks.report benchmarks/results/bench.json --plot docs/scaling.png
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ['Goal', 'exponents', 'load', 'main', 'table']
+
+Result = dict[str, Any]
+
+IDEAL_TIME = {'size': 2, 'batch': 1, 'states': 1, 'steps': 0}
+"""Exponents of the time per step: that of the matrix products, and none in the steps."""
+IDEAL_MEMORY = {
+    'bptt': {'size': 1, 'batch': 1, 'states': 1, 'steps': 1},
+    'd_rtrl fresh': {'size': 1, 'batch': 1, 'states': 1, 'steps': 1},
+    'd_rtrl carry': {'size': 1, 'batch': 1, 'states': 1, 'steps': 0},
+}
+"""Exponents of temporary memory: that of a window, up to its budget. Traces are not temporary."""
+
+
+class Goal(NamedTuple):
+    """A ratio that is aimed at; the report says on which side a measurement falls."""
+
+    group: str
+    workload: str
+    contender: str
+    against: str
+    most: float
+
+
+GOALS = [
+    *(Goal('gradient', w, 'd_rtrl fresh', 'bptt', 0.7) for w in ('lif', 'lif_expon')),
+    Goal('gradient', 'lif', 'd_rtrl carry', 'bptt', 1.1),
+    Goal('gradient', 'lif_expon', 'd_rtrl carry', 'bptt', 1.2),
+    *(Goal('gradient', w, 'd_rtrl 256MB', 'bptt', 1.2) for w in ('lif', 'lif_expon')),
+    Goal('gradient', 'lif', 'd_rtrl fresh', 'braintrace D_RTRL', 1 / 80),
+    Goal('gradient', 'lif_expon', 'd_rtrl fresh', 'braintrace D_RTRL', 1 / 150),
+    *(Goal('gradient', w, 'pp_prop', 'braintrace pp_prop', 1 / 1.5) for w in ('lif', 'lif_expon')),
+    Goal('updates', 'lif', 'd_rtrl carry', 'braintrace D_RTRL', 1 / 3),
+    Goal('updates', 'lif_expon', 'd_rtrl carry', 'braintrace D_RTRL', 1 / 8),
+    *(
+        Goal('first gradient', w, c, p, 1.2)
+        for w in ('lif', 'lif_expon')
+        for c, p in (('d_rtrl carry', 'braintrace D_RTRL'), ('pp_prop', 'braintrace pp_prop'))
+    ),
+]
+
+
+def load(path: Path) -> list[Result]:
+    """What the benchmarks of a run recorded, each with its group and name."""
+    entries = json.loads(path.read_text('utf-8'))['benchmarks']
+    return [{'group': e['group'], 'name': e['name'], **e['extra_info']} for e in entries]
+
+
+def table(results: Sequence[Result]) -> str:
+    """All contenders, workload by workload."""
+    head = ['contender', 'time per step', 'ratio', '(quartiles)', 'to', 'gradient error']
+    rows: list[list[str]] = [[*head, 'peak', 'temporary', 'state']]
+    for (group, workload, steps), found in _by_workload(results):
+        rows += [[], [f'{group}: {workload}' + (f', T = {steps}' if group == 'gradient' else '')]]
+        base = found[0]
+        if base['baseline'] == 'bptt':
+            planned = base['baseline_memory']['temp_bytes']
+            times = [r['baseline_seconds_per_step'] for r in found]
+            rows.append(
+                ['bptt', _time(float(np.median(times))), '1.00', '', '', '', '', _size(planned)]
+            )
+        rows += [_row(r) for r in found]
+    wide = [row for row in rows if len(row) > 1]
+    widths = [max(len(row[i]) for row in wide if i < len(row)) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            f'{cell:>{w}}' if i else f'  {cell:{w}}'
+            for i, (cell, w) in enumerate(zip(row, widths, strict=False))
+        ]
+        lines.append('  '.join(cells) if len(row) > 1 else ''.join(row))
+    return '\n'.join(
+        [
+            *lines,
+            '',
+            'ratio: of medians, by turns in one process; its quartiles are those of the rounds.',
+            'gradient error: the largest of any parameter, and of the traced ones, against the',
+            '  oracle on a small copy in float64. An error of 1 is a gradient that is missing.',
+            'peak: growth of a fresh process that runs the program once. temporary: what the',
+            "  compiler's memory analysis plans. state: what is carried from call to call.",
+        ]
+    )
+
+
+def _by_workload(results: Sequence[Result]) -> Iterator[tuple[tuple[str, str, int], list[Result]]]:
+    keys = dict.fromkeys(
+        (r['group'], r['workload'], r['steps']) for r in results if 'axis' not in r
+    )
+    for key in keys:
+        yield (
+            key,
+            [
+                r
+                for r in results
+                if 'axis' not in r and (r['group'], r['workload'], r['steps']) == key
+            ],
+        )
+
+
+def _row(result: Result) -> list[str]:
+    errors = ' / '.join(f'{e:.0e}' for e in result['gradient_errors'].values())
+    return [
+        result['contender'],
+        _time(result['seconds_per_step']),
+        f'{result["ratio"]:.3g}',
+        f'({result["ratio_low"]:.3g} to {result["ratio_high"]:.3g})',
+        result['baseline'],
+        errors,
+        *(_size(result.get(name)) for name in ('peak_bytes', 'temp_bytes', 'state_bytes')),
+    ]
+
+
+def goals(results: Sequence[Result]) -> str:
+    """Each goal that was measured, and on which side of it the measurement falls."""
+    lines = ['', 'goals, where measured:']
+    for goal in GOALS:
+        for key, found in _by_workload(results):
+            # The longest run is for the budget, and the budget for the longest run.
+            budget = goal.contender == 'd_rtrl 256MB'
+            if key[:2] != goal[:2] or (key[2] >= 2000) != budget:
+                continue
+            ratio = _ratio(found, goal.contender, goal.against)
+            if ratio is not None:
+                side = 'met' if ratio <= goal.most else 'MISSED'
+                steps = f', T = {key[2]}' if goal.group == 'gradient' else ''
+                lines.append(
+                    f'  {goal.group}, {goal.workload}{steps}: {goal.contender} takes '
+                    f'{_times(ratio)} {goal.against}, at most {_times(goal.most)} wanted: {side}'
+                )
+    return '\n'.join(lines)
+
+
+def _ratio(found: Sequence[Result], contender: str, against: str) -> float | None:
+    """The ratio to the baseline, or to another contender by way of it."""
+    ratios = {r['contender']: r for r in found}
+    if contender not in ratios:
+        return None
+    own = ratios[contender]
+    if own['baseline'] == against:
+        return float(own['ratio'])
+    return float(own['ratio'] / ratios[against]['ratio']) if against in ratios else None
+
+
+def exponents(results: Sequence[Result]) -> dict[tuple[str, str], tuple[float, float]]:
+    """By axis and contender, the fitted exponents of the time per step and of the memory."""
+    fits = {}
+    for axis, contender, points in _curves(results):
+        x = np.log([p['value'] for p in points])
+        fits[axis, contender] = tuple(
+            float(np.polyfit(x, np.log([max(p[name], 1e-12) for p in points]), 1)[0])
+            for name in ('seconds_per_step', 'temp_bytes')
+        )
+    return fits
+
+
+def _curves(results: Sequence[Result]) -> Iterator[tuple[str, str, list[Result]]]:
+    found = [r for r in results if 'axis' in r]
+    for axis, contender in dict.fromkeys((r['axis'], r['contender']) for r in found):
+        points = [r for r in found if (r['axis'], r['contender']) == (axis, contender)]
+        if len(points) > 1:
+            yield axis, contender, sorted(points, key=lambda r: r['value'])
+
+
+def scaling(results: Sequence[Result]) -> str:
+    """The fitted exponents beside the ideal ones."""
+    lines = ['', 'exponents, fitted (ideal):   time per step     temporary bytes']
+    for (axis, contender), (time, memory) in exponents(results).items():
+        ideal = IDEAL_MEMORY[_kind(contender)][axis]
+        lines.append(
+            f'  {axis:8} {contender:16} {time:8.2f} ({IDEAL_TIME[axis]}) {memory:14.2f} ({ideal})'
+        )
+    memory = {
+        p['value']: p['temp_bytes']
+        for axis, contender, points in _curves(results)
+        if (axis, contender) == ('steps', 'd_rtrl 256MB')
+        for p in points
+    }
+    if {200, 2000} <= set(memory):
+        lines.append(
+            f'  temporary bytes under a budget of 256 MB: {_size(memory[200])} at T = 200, '
+            f'{_size(memory[2000])} at T = 2000'
+        )
+    return '\n'.join(lines)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Draw time per step and memory along each axis, with the ideal slopes."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    names = {'size': 'neurons n', 'batch': 'batch B', 'states': 'states S', 'steps': 'steps T'}
+    figure, rows = plt.subplots(2, 4, figsize=(13, 5.6), layout='constrained', sharex='col')
+    fits = exponents(results)
+    for axis, contender, points in _curves(results):
+        kind, column = _kind(contender), list(names).index(axis)
+        color = f'C{list(IDEAL_MEMORY).index(kind)}'
+        x = np.array([p['value'] for p in points], float)
+        ideals = IDEAL_TIME[axis], IDEAL_MEMORY[kind][axis]
+        values = (
+            [p['seconds_per_step'] * 1e3 for p in points],
+            [p['temp_bytes'] / 1e6 for p in points],
+        )
+        for axes, y, fit, ideal in zip(
+            rows[:, column], values, fits[axis, contender], ideals, strict=True
+        ):
+            axes.loglog(x, y, 'o-', color=color, markersize=4, label=f'{kind}: {fit:.2f} ({ideal})')
+            axes.loglog(x, y[-1] * (x / x[-1]) ** ideal, ':', color=color, linewidth=1)
+            axes.legend(fontsize=7, title='fitted (ideal) exponent', title_fontsize=7)
+    for column, name in enumerate(names.values()):
+        rows[1, column].set_xlabel(name)
+        ticks = sorted({r['value'] for r in results if r.get('axis') == list(names)[column]})
+        rows[1, column].set_xticks(ticks, ticks)
+        rows[1, column].minorticks_off()
+    rows[0, 0].set_ylabel('time per step (ms)')
+    rows[1, 0].set_ylabel('temporary memory (MB)')
+    figure.suptitle(
+        'Recurrent adaptive neurons, a loss at every step, on a CPU; dotted: ideal slopes'
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _kind(contender: str) -> str:
+    return 'd_rtrl carry' if contender == 'd_rtrl 256MB' else contender
+
+
+def _time(seconds: float) -> str:
+    return f'{seconds:.2f} s' if seconds > 1 else f'{seconds * 1e3:.3f} ms'
+
+
+def _times(ratio: float) -> str:
+    return f'{ratio:.2f} x' if ratio > 0.5 else f'1/{1 / ratio:.1f} of'
+
+
+def _size(size: int | None) -> str:
+    return '' if size is None else f'{size / 1e6:.1f} MB'
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the report of a run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('results', type=Path, nargs='+')
+    parser.add_argument('--plot', type=Path, help='where to draw the scaling, if it was measured')
+    options = parser.parse_args(arguments)
+    results = [result for path in options.results for result in load(path)]
+    print(table(results))
+    print(goals(results))
+    if exponents(results):
+        print(scaling(results))
+        if options.plot:
+            plot(results, options.plot)
+            print(f'\nwrote {options.plot}')
+
+
+if __name__ == '__main__':
+    main()
