@@ -42,7 +42,8 @@ def choose_tile(todo: Pass) -> Tile:
     if todo.window:
         least, most, num_warps = 16, (32, 64 if few else 32), 8
     else:
-        least, most, num_warps = 1, (16 if few else 8, 64), 4 if few else 8
+        light = few and todo.operands.keys is None  # drawing random bits takes registers too
+        least, most, num_warps = 1, (16 if few else 8, 64), 4 if light else 8
     inputs, outputs = (
         min(limit, max(least, pl.next_power_of_2(size)))
         for limit, size in zip(most, (todo.inputs, todo.outputs), strict=True)
