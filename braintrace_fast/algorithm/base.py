@@ -200,6 +200,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
         self.resolved_budget = self.memory_budget or default_budget()
         self.plan: Plan | None = None
+        self.choices: list[Choice] = []
         self.vjp_method = vjp_method
         self.calls = 0
         self.recorder: Recorder | None = None
