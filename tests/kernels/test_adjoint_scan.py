@@ -70,7 +70,7 @@ def recurrence(D, f, L, R, x, start):
     return e, gradient
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(factors())
 def test_a_window_is_the_recurrence(x64, case):
     dense, planes = case
@@ -89,7 +89,7 @@ def test_a_window_is_the_recurrence(x64, case):
     np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(factors(), st.floats(0, 0.99))
 def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
     dense, planes = case

@@ -23,7 +23,7 @@ def recurrence(D, f, L, R, x, start, kappa):
     return np.concatenate([e, ebar]), gradient
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(factors(), st.floats(0, 0.99))
 def test_a_window_is_the_recurrence(x64, case, kappa):
     dense, planes = case
