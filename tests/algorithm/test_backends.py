@@ -33,6 +33,7 @@ def new_learner(name, rule, **options):
 
 
 def gradient(learner, xs, start, **options):
+    brainstate.random.seed(3)
     for state, value in start:
         state.value = value
     learner.reset_state()
