@@ -103,12 +103,9 @@ def _free(plane: jax.Array, first: jax.Array) -> jax.Array:
     return plane
 
 
-def add_trees(parts: Sequence[PyTree], like: PyTree = None) -> PyTree:
-    """The sum of trees of arrays, in the types of another; None if there are none."""
-    if not parts:
-        return None
-    total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts)
-    return total if like is None else jax.tree.map(lambda a, b: a.astype(b.dtype), total, like)
+def add_trees(parts: Sequence[PyTree]) -> PyTree:
+    """The sum of trees of arrays; None if there are none."""
+    return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts) if parts else None
 
 
 def read_trace(rules: Any, signal: Sequence[Plane] | None, trace: Sequence[Any]) -> PyTree:
