@@ -11,7 +11,7 @@ from jax import lax
 
 from .._typing import PyTree
 from ..runtime.factors import Entry, Factors, Signals, Zeros
-from ..runtime.fission import StatefulLoop
+from ..runtime.fission import StatefulLoop, stacked
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import MultiStepData, SingleStepData
 from ..runtime.planner import Plan, parse_bytes, plan_windows
@@ -282,7 +282,8 @@ class SequenceDriverMixin:
         def window(
             inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
         ) -> Any:
-            (outputs, (factors, signals)), grads = loop(inputs, show)
+            ys, grads = loop(inputs, show)
+            outputs, (factors, signals) = stacked(ys, _length(inputs))
             params, _, _ = self.graph_executor.values()
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
             trace = self.engine.window(traced, entry, factors, signals, index)
@@ -310,7 +311,8 @@ class SequenceDriverMixin:
         def window(
             inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
         ) -> Any:
-            (outputs, factors), _ = loop(inputs, show)
+            ys, _ = loop(inputs, show)
+            outputs, factors = stacked(ys, _length(inputs))
             trace = self.engine.window(None, entry, factors, None, index)
             return total, trace, outputs
 

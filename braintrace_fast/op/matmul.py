@@ -14,7 +14,7 @@ from jax import lax
 
 from .primitive import TraceRules, Weights, register_primitive
 
-__all__ = ['matmul', 'matmul_p']
+__all__ = ['matmul', 'matmul_p', 'outer_total']
 
 BLOCK = 16
 """How many examples are added up at a time when a trace is read."""
@@ -34,12 +34,25 @@ def _trainable_invars(params: dict[str, Any]) -> dict[str, int]:
 def _weight_vjp(
     x: jax.Array, cotangent: jax.Array, weights: Weights, *, has_bias: bool, precision: str | None
 ) -> Weights:
-    leading = tuple(range(x.ndim - 1))
-    gradients = {'weight': jnp.tensordot(x, cotangent, (leading, leading), precision=precision)}
+    gradients = {'weight': outer_total(x, cotangent, precision=precision)}
     if has_bias:
-        gradients['bias'] = cotangent.sum(leading)
+        gradients['bias'] = cotangent.sum(tuple(range(x.ndim - 1)))
     # A bias that is no parameter has no entry among the weights.
     return {key: gradients[key].astype(weight.dtype) for key, weight in weights.items()}
+
+
+def outer_total(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
+    """``sum x[i] y[o]`` over all axes but the last, with options of ``lax.dot_general``.
+
+    On a CPU, XLA is up to ten times as fast if a narrow operand comes first, and transposes no
+    operand if there is one axis to sum over.
+    """
+    x, y = (a.reshape(-1, a.shape[-1]) for a in (x, y))
+    over_rows = (((0,), (0,)), ((), ()))
+    if y.shape[1] * 2 < x.shape[1]:
+        return lax.optimization_barrier(lax.dot_general(y, x, over_rows, **options)).T
+    total = lax.dot_general(x, y, over_rows, **options)
+    return lax.optimization_barrier(total) if x.shape[1] * 2 < y.shape[1] else total
 
 
 def _outer(x: jax.Array, plane: jax.Array, *, has_bias: bool, **_: Any) -> Weights:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..compiler import ETraceGraph
+from ..compiler import ETraceGraph, HiddenParamOpRelation
 from ..compiler.transition import Plane
 from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
@@ -192,13 +192,7 @@ class FactorizedEngine:
         As :meth:`MaterializedEngine.window`.
         """
         xs, fs = self.init(first_step(factors)) if entry is None else _entered(entry)
-        smoothed_x = [
-            None
-            if x is None or start is None
-            else smooth(x, start, self.decay_x, backend=self.backend)
-            for x, start in zip(factors.x, xs, strict=True)
-        ]
-        smoothed_f = [
+        smoothed = [
             [
                 factored_trace(factors.D[group.index], f, start, self.decay_f, backend=self.backend)
                 for group, f, start in zip(relation.hidden_groups, factors.f[r], fs[r], strict=True)
@@ -206,13 +200,13 @@ class FactorizedEngine:
             for r, relation in enumerate(self.relations)
         ]
         if total is not None and signals is not None:
-            for r in range(len(self.relations)):
-                self._add_window(
-                    total, r, factors, signals, smoothed_x[r], smoothed_f[r], xs[r], fs[r], step
-                )
+            for r, (x_start, f_start) in enumerate(zip(xs, fs, strict=True)):
+                start = None if entry is None else x_start
+                self._add_window(total, r, factors, signals, smoothed[r], start, f_start, step)
         if entry is None:
             return None
-        return jax.tree.map(lambda a: a[-1], (tuple(smoothed_x), tuple(map(tuple, smoothed_f))))
+        ends = tuple(map(self._last_x, factors.x, xs))
+        return ends, jax.tree.map(lambda a: a[-1], tuple(map(tuple, smoothed)))
 
     def _add_window(
         self,
@@ -220,40 +214,71 @@ class FactorizedEngine:
         r: int,
         factors: Factors,
         signals: Signals,
-        xhat: jax.Array | None,
         fhat: Sequence[Sequence[jax.Array]],
         x_start: jax.Array | None,
         f_start: Sequence[Sequence[jax.Array]],
         step: jax.Array,
     ) -> None:
-        c, groups = signals.c[r], self.relations[r].hidden_groups
+        """Add ``sum_t xhat_t (x) read_t + x_t (x) now_t``.
+
+        Where the product is linear in ``x``, that is ``sum_t x_t (x) (back_t + now_t)``, with
+        ``read`` smoothed in place of ``x``, back in time: one product, and nothing of the size of
+        the inputs.
+        """
+        x, c, relation = factors.x[r], signals.c[r], self.relations[r]
         steps = step + jnp.arange(c.shape[0])
 
         def weighted(planes: Sequence[Sequence[Plane]], by: Sequence[Sequence[Plane]]) -> Plane:
-            pairs = zip(groups, planes, strict=True)
+            pairs = zip(relation.hidden_groups, planes, strict=True)
             found = add(p for group, own in pairs for p in map(times, own, by[group.index]))
             return None if found is None else sum_middle(found, c.ndim)
 
-        def corrected(plane: jax.Array, steps: jax.Array) -> jax.Array:
+        def corrected(plane: Plane, steps: jax.Array) -> Plane:
+            if plane is None:
+                return None
             bias = self.bias(steps).astype(plane.dtype)
             return plane / bias.reshape(-1, *[1] * (plane.ndim - 1))
 
-        past = weighted(fhat, signals.L)
-        if past is not None:
-            total.add_product(r, xhat, corrected(past, steps), leading_axes=1)
+        now: Plane = None
         if self.bypasses[r]:
-            now = weighted(factors.f[r], signals.L)
-            total.add_product(r, factors.x[r], c if now is None else c - now, leading_axes=1)
+            in_trace = weighted(factors.f[r], signals.L)
+            now = c if in_trace is None else c - in_trace
+        read = corrected(weighted(fhat, signals.L), steps)
         before = [
             [jnp.concatenate([start[None], plane[:-1]]) for start, plane in zip(*pair, strict=True)]
             for pair in zip(f_start, fhat, strict=True)
         ]
-        bypassing = weighted(before, signals.R)
-        if bypassing is not None:
-            x_before = None
-            if xhat is not None and x_start is not None:
-                x_before = jnp.concatenate([x_start[None], xhat[:-1]])
-            total.add_product(r, x_before, corrected(bypassing, steps - 1), leading_axes=1)
+        passing = corrected(weighted(before, signals.R), steps - 1)
+        if passing is not None:  # it reads the trace of the step before
+            read = add([read, jnp.concatenate([passing[1:], jnp.zeros_like(passing[:1])])])
+            if x is None or x_start is not None:
+                total.add_product(r, x_start, passing[0])
+        if read is None:
+            if now is not None:
+                total.add_product(r, x, now, leading_axes=1)
+        elif x is None:
+            total.add_product(r, None, add([read, now]), leading_axes=1)
+        elif _is_linear(relation):
+            zero, rest = jnp.zeros_like(read[0]), add([read, now])
+            back = smooth(read, zero, self.decay_x, reverse=True, backend=self.backend)
+            total.add_product(r, x, add([back, now]), leading_axes=1, only=_reads_x)
+            total.add_product(r, x, rest, leading_axes=1, only=lambda key: not _reads_x(key))
+            if x_start is not None:
+                total.add_product(r, x_start, self.decay_x * back[0], only=_reads_x)
+        else:
+            start = jnp.zeros(x.shape[1:], _inexact(x)) if x_start is None else x_start
+            xhat = smooth(x, start, self.decay_x, backend=self.backend)
+            total.add_product(r, xhat, read, leading_axes=1)
+            if now is not None:
+                total.add_product(r, x, now, leading_axes=1)
+
+    def _last_x(self, x: jax.Array | None, start: jax.Array | None) -> jax.Array | None:
+        """``xhat`` after the last step of a window."""
+        if x is None or start is None:
+            return None
+        weights = self.decay_x ** jnp.arange(len(x) - 1, -1, -1, dtype=start.dtype)
+        recent = jnp.tensordot(weights, x.astype(start.dtype), 1, precision='highest')
+        return self.decay_x ** len(x) * start + recent
 
     def trace_of(self, trace: Trace, relations: list[int]) -> tuple[dict, dict]:
         """The input sides by relation, and the output sides by relation and group."""
@@ -273,6 +298,16 @@ class FactorizedEngine:
 def _entered(entry: Entry) -> Trace:
     """The trace, or zeros if it is not live."""
     return jax.tree.map(lambda a: jnp.where(entry.live, a, jnp.zeros_like(a)), entry.trace)
+
+
+def _is_linear(relation: HiddenParamOpRelation) -> bool:
+    """Whether the gradient of the op's ``'weight'`` is linear in ``x``, and no other reads it."""
+    rules = relation.primitive.trace_rules
+    return rules is not None and rules.is_outer
+
+
+def _reads_x(key: str) -> bool:
+    return key == 'weight'
 
 
 def zeros_like(struct: jax.ShapeDtypeStruct) -> jax.Array:

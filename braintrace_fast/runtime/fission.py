@@ -9,10 +9,11 @@ The equations of the body fall into three parts:
 - *fixed*: what depends on constants and on carried values that never change; computed once;
 - *in order*: what the carried values depend on, in a scan;
 - *at once*: all else, mapped over the steps. It computes again what is cheap, and reads the rest of
-  what was computed in order from memory.
+  what was computed in order from memory: from the states, where those say it all, which are kept
+  once for the step after which they are new and the one before which they are old.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import brainstate
@@ -32,8 +33,9 @@ from .._compat import (
 )
 from .._typing import PyTree
 from ..compiler.control_flow import ControlFlowPolicy, flatten
+from ..op.matmul import outer_total
 
-__all__ = ['StatefulLoop', 'loop']
+__all__ = ['StatefulLoop', 'loop', 'stacked']
 
 CHEAP = frozenset(
     """
@@ -92,7 +94,13 @@ def loop(
     """
     carry = jax.tree.map(_as_array, carry)
     xs = jax.tree.map(_as_array, xs)
-    return _Loop(body, carry, _slices(xs), progress is not None).run(carry, xs, progress)
+    last, ys, sums = _Loop(body, carry, _slices(xs), progress is not None).run(carry, xs, progress)
+    return last, stacked(ys, jax.tree.leaves(xs)[0].shape[0]), sums
+
+
+def stacked(ys: PyTree, length: int) -> PyTree:
+    """Arrays with a leading axis of ``length``, from those that have it and those with one of 1."""
+    return jax.tree.map(lambda a: jnp.broadcast_to(a, (length, *a.shape[1:])), ys)
 
 
 class _Loop:
@@ -185,7 +193,8 @@ class StatefulLoop:
         Returns
         -------
         tuple
-            The stacked ``ys``, and the sums of the ``terms``.
+            The stacked ``ys``, of which those that are the same in all steps have a leading axis of
+            1 (see :func:`stacked`), and the sums of the ``terms``.
         """
         states = self._touched.states
         values = jax.tree.map(_as_array, [state.value for state in states])
@@ -232,15 +241,22 @@ class _Parts:
         self.shown = self.ys if shows else []
         results = [*(self.new[i] for i in self.moving), *self.shown]
         self.in_order = _needed_for(varying, results, set(), True)
-        produced = {
-            v for eqn in self.in_order if eqn.primitive.name not in CHEAP for v in eqn.outvars
-        }
         self.sums = [_Sum(self, v) for v in self.terms]
-        self.wanted = list(dict.fromkeys(v for s in self.sums for v in s.leaves))
-        kept = produced | {self.old[i] for i in self.moving}
-        self.at_once = _needed_for(varying, [*self.ys, *self.wanted], kept, False)
-        read = [v for eqn in self.at_once for v in eqn.invars]
-        self.kept = list(dict.fromkeys(v for v in (*read, *self.ys, *self.wanted) if _in(v, kept)))
+        leaves = [v for s in self.sums for v in s.leaves]
+        moving_ys = [v for v in self.ys if not self.is_fixed(v)]
+        self.wanted: list[Any] = list(dict.fromkeys([*moving_ys, *leaves]))
+        made = {v: eqn.primitive.name for eqn in self.in_order for v in eqn.outvars}
+        known = {v for v, name in made.items() if name not in CHEAP}
+        known |= {self.old[i] for i in self.moving}
+        after = {self.new[i]: self.old[i] for i in self.moving if _in(self.new[i], made)}
+        choices = [_at_once(varying, self.wanted, k) for k in (known, known | set(after))]
+        self.at_once, kept = min(
+            choices, key=lambda choice: sum(map(_bytes, {after.get(v, v) for v in choice[1]}))
+        )
+        # States that are read both old and new are kept in one array of a step more.
+        self.states = [i for i in self.moving if {self.old[i], self.new[i]} <= set(kept)]
+        in_states = {v for i in self.states for v in (self.old[i], self.new[i])}
+        self.kept = [v for v in kept if v not in in_states]
 
     def is_fixed(self, v: Atom) -> bool:
         return isinstance(v, Literal) or v in self.fixed
@@ -258,30 +274,38 @@ class _Parts:
         moving_vars = [self.old[i] for i in self.moving]
 
         def in_order(carry: Any, x: Any) -> Any:
-            step, moving = carry
+            step, moving, states = carry
             outs = [*(self.new[i] for i in self.moving), *self.kept, *self.shown]
             inputs = [*fixed_vars, *moving_vars, *self.xs]
             found = _evaluate(self.in_order, inputs, outs, [*fixed, *moving, *x])
             end = len(moving) + len(self.kept)
             if self.shown:
                 show(step, found[end:])
-            return (step + 1, found[: len(moving)]), found[len(moving) : end]
+            new = dict(zip(self.moving, found, strict=False))
+            states = [
+                lax.dynamic_update_index_in_dim(all_steps, new[i], step + 1, 0)
+                for i, all_steps in zip(self.states, states, strict=True)
+            ]
+            return (step + 1, found[: len(moving)], states), found[len(moving) : end]
 
         def at_once(kept: Any, x: Any) -> Any:
-            inputs = [*fixed_vars, *self.kept, *self.xs]
-            outs = [*self.ys, *self.wanted]
-            return _evaluate(self.at_once, inputs, outs, [*fixed, *kept, *x])
+            inputs = [*fixed_vars, *self.kept, *old_vars, *new_vars, *self.xs]
+            return _evaluate(self.at_once, inputs, self.wanted, [*fixed, *kept, *x])
 
-        start = (jnp.zeros((), jnp.int32), [carry[i] for i in self.moving])
-        (_, last), kept = lax.scan(in_order, start, list(xs))
+        start = [carry[i] for i in self.moving]
+        rooms = [jnp.broadcast_to(carry[i], (length + 1, *carry[i].shape)) for i in self.states]
+        first = (jnp.zeros((), jnp.int32), start, rooms)
+        (_, last, states), kept = lax.scan(in_order, first, list(xs))
+        old_vars, new_vars = ([side[i] for i in self.states] for side in (self.old, self.new))
+        kept = [*kept, *(a[:-1] for a in states), *(a[1:] for a in states)]
         found = jax.vmap(at_once, axis_size=length)(kept, list(xs))
         ends = list(carry)
         for i, value in zip(self.moving, last, strict=True):
             ends[i] = value
-        stacked = dict(zip(self.wanted, found[len(self.ys) :], strict=True))
         constant = dict(zip(fixed_vars, fixed, strict=True))
-        sums = [s.evaluate(stacked, constant, length) for s in self.sums]
-        return ends, found[: len(self.ys)], sums
+        moved = dict(zip(self.wanted, found, strict=True))
+        ys = [_fixed_value(v, constant)[None] if self.is_fixed(v) else moved[v] for v in self.ys]
+        return ends, ys, [s.evaluate(moved, constant, length) for s in self.sums]
 
 
 class _Sum:
@@ -320,14 +344,32 @@ class _Sum:
         if self.is_dot:
             a, b = (stacked[v] for v in self.eqn.invars)
             (ca, cb), (ba, bb) = self.eqn.params['dimension_numbers']
-            shifted = [tuple(axis + 1 for axis in axes) for axes in (ca, cb, ba, bb)]
-            ca, cb, ba, bb = shifted
-            params = {**self.eqn.params, 'dimension_numbers': (((0, *ca), (0, *cb)), (ba, bb))}
-            return lax.dot_general_p.bind(a, b, **params)
+            ca, cb = ((0, *(axis + 1 for axis in axes)) for axes in (ca, cb))
+            ba, bb = (tuple(axis + 1 for axis in axes) for axes in (ba, bb))
+            params = {k: v for k, v in self.eqn.params.items() if k != 'dimension_numbers'}
+            if ca == tuple(range(a.ndim - 1)) and cb == tuple(range(b.ndim - 1)):
+                return outer_total(a, b, **params)
+            return lax.dot_general(a, b, ((ca, cb), (ba, bb)), **params)
         if self.leaves:
             return stacked[self.leaves[0]].sum(0)
-        value = self.v.val if isinstance(self.v, Literal) else fixed[self.v]
-        return jnp.asarray(value * length)
+        return _fixed_value(self.v, fixed) * length
+
+
+def _fixed_value(v: Atom, fixed: dict[Var, jax.Array]) -> jax.Array:
+    return jnp.asarray(v.val) if isinstance(v, Literal) else fixed[v]
+
+
+def _at_once(
+    eqns: Sequence[JaxprEqn], results: Sequence[Var], known: set[Var]
+) -> tuple[list[JaxprEqn], list[Var]]:
+    """The equations that lead to some results, and what they read of what is known."""
+    needed = _needed_for(eqns, results, known, False)
+    read = [v for eqn in needed for v in eqn.invars]
+    return needed, list(dict.fromkeys(v for v in (*read, *results) if _in(v, known)))
+
+
+def _bytes(v: Var) -> int:
+    return v.aval.size * v.aval.dtype.itemsize
 
 
 def _needed_for(
@@ -349,7 +391,7 @@ def _evaluate(
     return jax.core.eval_jaxpr(build_jaxpr((), inputs, outs, eqns), (), *values)
 
 
-def _in(v: Atom, known: set[Var]) -> bool:
+def _in(v: Atom, known: Container[Var]) -> bool:
     return not isinstance(v, Literal) and v in known
 
 

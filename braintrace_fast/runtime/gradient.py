@@ -1,6 +1,6 @@
 """Gradients by parameter, from gradients in the coordinates of the ops."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -49,13 +49,14 @@ class GradientSum:
         cotangent: jax.Array,
         varying: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
         leading_axes: int = 0,
+        only: Callable[[str], bool] = lambda key: True,
     ) -> None:
         """Add the weight gradients of an op from its input and its output's cotangent.
 
         Both may have ``leading_axes`` (time) that are summed over.
 
         If the weights vary in time, ``varying`` has what their ways read in this step, and only the
-        traced parameters are added to.
+        traced parameters are added to. ``only`` chooses among the op's trainable inputs by name.
         """
         relation = self._relations[index]
         ways = [
@@ -67,6 +68,8 @@ class GradientSum:
             x, cotangent, weights, leading_axes=leading_axes, **relation.eqn_params
         )
         for key, way, leaves, read in ways:
+            if not only(key):
+                continue
             pulled = way.pull_back(leaves, grads[key], read)
             for place in way.traced:
                 self._add_leaf(way.paths[place], way.leaf_indices[place], pulled[place])

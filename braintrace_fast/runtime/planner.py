@@ -376,7 +376,8 @@ def _size(atom: Atom) -> Count:
     if isinstance(atom, Literal):
         return Count(0, 0)
     elements = math.prod(atom.aval.shape)
-    for steps in (STAND_IN, STAND_IN - 1):
+    also_start = atom.aval.shape[:1] == (STAND_IN + 1,)  # which may be a size of the model
+    for steps in (STAND_IN + 1,) if also_start else (STAND_IN, STAND_IN - 1):
         if elements and elements % steps == 0:
             return Count(0, elements // steps * atom.aval.dtype.itemsize)
     return Count(elements * atom.aval.dtype.itemsize, 0)

@@ -12,7 +12,14 @@ from ..planes import Plane, check_planes
 __all__ = ['factored_trace', 'smooth']
 
 
-def smooth(x: jax.Array, start: jax.Array, decay: float, *, backend: Backend = PLAIN) -> jax.Array:
+def smooth(
+    x: jax.Array,
+    start: jax.Array,
+    decay: float,
+    *,
+    reverse: bool = False,
+    backend: Backend = PLAIN,
+) -> jax.Array:
     """``xhat_t = decay xhat_{t-1} + x_t`` for K steps.
 
     Parameters
@@ -23,6 +30,8 @@ def smooth(x: jax.Array, start: jax.Array, decay: float, *, backend: Backend = P
         ``xhat_0``, of shape ``(...)``.
     decay : float
         How much is kept from step to step.
+    reverse : bool
+        Whether to go back from the last step: ``xhat_t = decay xhat_{t+1} + x_t``.
     backend : Backend
         What to run it with.
 
@@ -42,7 +51,7 @@ def smooth(x: jax.Array, start: jax.Array, decay: float, *, backend: Backend = P
         raise ValueError(f'smooth: x has shape {x.shape}, expected (steps, *{start.shape}).')
 
     def bind(function: Any) -> Any:
-        return lambda x, start: function(x, start, decay)
+        return lambda x, start: function(x, start, decay, reverse)
 
     return dispatch.run('factored_trace.smooth', backend, bind, x, start)
 

@@ -23,9 +23,11 @@ def supports(
     return fixed(decay) or mixed(start) or mosaic.supports(as_scan(D, f, start, decay))
 
 
-def supports_smooth(x: jax.Array, start: jax.Array, decay: float) -> str | None:
+def supports_smooth(
+    x: jax.Array, start: jax.Array, decay: float, reverse: bool = False
+) -> str | None:
     """Why there is no kernel of ``smooth`` for these operands, or None."""
-    return fixed(decay) or mosaic.supports(smooth_as_scan(x, start, decay))
+    return fixed(decay) or mosaic.supports(smooth_as_scan(x, start, decay, reverse))
 
 
 def factored_trace(
@@ -40,6 +42,13 @@ def factored_trace(
     return mosaic.run(as_scan(D, f, start, decay), interpret=interpret)[1]
 
 
-def smooth(x: jax.Array, start: jax.Array, decay: float, *, interpret: Any = False) -> jax.Array:
+def smooth(
+    x: jax.Array,
+    start: jax.Array,
+    decay: float,
+    reverse: bool = False,
+    *,
+    interpret: Any = False,
+) -> jax.Array:
     """See :func:`braintrace_fast.kernels.factored_trace.smooth`."""
-    return mosaic.run(smooth_as_scan(x, start, decay), interpret=interpret)[1]
+    return mosaic.run(smooth_as_scan(x, start, decay, reverse), interpret=interpret)[1]

@@ -21,9 +21,10 @@ def as_scan(
     return Scan('factored_trace', body, init, (D, f), start[0].dtype, final=False)
 
 
-def smooth_as_scan(x: jax.Array, start: jax.Array, decay: float) -> Scan:
-    """The forward walk of ``xhat``."""
-    return Scan('smooth', smoothing(float(decay)), start, x, start.dtype, final=False)
+def smooth_as_scan(x: jax.Array, start: jax.Array, decay: float, reverse: bool) -> Scan:
+    """The walk of ``xhat``."""
+    body = smoothing(float(decay))
+    return Scan('smooth', body, start, x, start.dtype, final=False, reverse=reverse)
 
 
 def fixed(decay: Any) -> str | None:

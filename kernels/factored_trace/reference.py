@@ -12,9 +12,9 @@ from ..planes import Plane, add, times
 __all__ = ['factored_trace', 'recurrence', 'smooth', 'smoothing']
 
 
-def smooth(x: jax.Array, start: jax.Array, decay: float) -> jax.Array:
+def smooth(x: jax.Array, start: jax.Array, decay: float, reverse: bool = False) -> jax.Array:
     """See :func:`braintrace_fast.kernels.factored_trace.smooth`."""
-    return lax.scan(smoothing(decay), start, x)[1]
+    return lax.scan(smoothing(decay), start, x, reverse=reverse)[1]
 
 
 def factored_trace(
