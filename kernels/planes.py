@@ -15,6 +15,7 @@ __all__ = [
     'after',
     'check_planes',
     'closure',
+    'if_live',
     'read_trace',
     'times',
     'update_order',
@@ -38,6 +39,13 @@ def add(parts: Iterable[Plane]) -> Plane:
 def times(a: Plane, b: Plane) -> Plane:
     """The product of two planes; None if either is zero."""
     return None if a is None or b is None else a * b
+
+
+def if_live(live: Any, planes: PyTree) -> PyTree:
+    """Planes that multiply a trace, zero if there is a flag and it is not set."""
+    if live is None:
+        return planes
+    return jax.tree.map(lambda plane: plane * live.astype(plane.dtype), planes)
 
 
 def closure(pattern: Sequence[Sequence[bool]]) -> list[list[bool]]:

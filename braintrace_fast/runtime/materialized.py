@@ -118,10 +118,15 @@ class MaterializedEngine:
             for group, f, old in zip(
                 relation.hidden_groups, factors.f[r], entry.trace[r], strict=True
             ):
-                D = [list(map(entry.zero_or, row)) for row in factors.D[group.index]]
-                seed = self._seed(step, r, group.index)
                 planes, _ = trace_step(
-                    rules, factors.x[r], D, f, old, seed=seed, backend=self.backend
+                    rules,
+                    factors.x[r],
+                    factors.D[group.index],
+                    f,
+                    old,
+                    seed=self._seed(step, r, group.index),
+                    live=entry.live,
+                    backend=self.backend,
                 )
                 groups.append(planes)
             new.append(tuple(groups))
@@ -195,6 +200,7 @@ class MaterializedEngine:
         if entry is not None:
             self._check_rules()
         backs: list[list[Plane]] = [[] for _ in self.relations]
+        left: list[Plane] = [] if signals is None else list(signals.c)  # in no walk so far
         new: list[list[Any]] = [[None] * len(r.hidden_groups) for r in self.relations]
         for group in self.graph.hidden_groups:
             feeding = [
@@ -205,11 +211,16 @@ class MaterializedEngine:
             ]
             if not feeding:
                 continue
+            own: list[Plane] = [None] * len(feeding)
+            for k, (r, _) in enumerate(feeding):
+                if left and _is_window_of(group, left[r]):
+                    own[k], left[r] = left[r], None
             found = adjoint_scan(
                 factors.D[group.index],
                 [factors.f[r][place] for r, place in feeding],
                 None if signals is None else signals.L[group.index],
                 None if signals is None else signals.R[group.index],
+                c=None if signals is None else own,
                 carry=entry is not None,
                 backend=self.backend,
             )
@@ -219,19 +230,22 @@ class MaterializedEngine:
                     new[r][place], read = trace_carry(
                         bound_rules(self.relations[r]),
                         factors.x[r],
-                        [list(map(entry.zero_or, row)) for row in found.P],
+                        found.P,
                         found.u[k],
                         entry.trace[r][place],
-                        list(map(entry.zero_or, found.nu)),
+                        found.nu,
                         seed=self._seed(step, r, group.index),
+                        live=entry.live,
                         backend=self.backend,
                     )
                     if total is not None:
                         total.add_past(r, read)
         if total is not None and signals is not None:
             for r, c in enumerate(signals.c):
-                back = add(backs[r])
-                w = c if back is None else c + sum_middle(back, c.ndim)
+                back, w = add(backs[r]), c
+                if back is not None:
+                    past = sum_middle(back, c.ndim)
+                    w = past if left[r] is None else c + past
                 total.add_product(r, factors.x[r], w, leading_axes=1)
         return None if entry is None else tuple(map(tuple, new))
 
@@ -249,6 +263,12 @@ class MaterializedEngine:
             for r in relations
             for group, planes in zip(self.relations[r].hidden_groups, trace[r], strict=True)
         }
+
+
+def _is_window_of(group: HiddenGroup, c: Plane) -> bool:
+    """Whether ``c`` is there, and its steps are like the planes of a group."""
+    plane = group_plane(group)
+    return c is not None and (c.shape[1:], c.dtype) == (plane.shape, plane.dtype)
 
 
 def signals_before(

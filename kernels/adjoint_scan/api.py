@@ -19,6 +19,7 @@ def adjoint_scan(
     L: Planes | None = None,
     R: Planes | None = None,
     *,
+    c: Planes | None = None,
     carry: bool = False,
     backend: Backend = PLAIN,
 ) -> Adjoint:
@@ -26,7 +27,7 @@ def adjoint_scan(
 
     With ``nu[K+1] = 0`` and ``P[K] = 1``, for ``t = K .. 1``::
 
-        w[t]   = sum_s f[t][s] nu[t+1][s]
+        w[t]   = c[t] + sum_s f[t][s] nu[t+1][s]
         u[t]   = P[t] f[t]
         nu[t]  = D[t]^T (L[t] + nu[t+1]) + R[t]
         P[t-1] = P[t] D[t]
@@ -43,6 +44,8 @@ def adjoint_scan(
         The learning signal per plane; without it there is no ``nu`` and no ``w``.
     R : sequence of array or None, optional
         What the loss reads of the states before the step, per plane.
+    c : sequence of array or None, optional
+        Per op, what the loss of a step says of the op's output in that step.
     carry : bool
         Whether ``P`` and ``u`` are wanted.
     backend : Backend
@@ -65,7 +68,8 @@ def adjoint_scan(
     for name, planes in (('D', D), *(('f', p) for p in f), ('L', L or [None] * size)):
         if len(planes) != size:
             raise ValueError(f'adjoint_scan: {name} has {len(planes)} planes, expected {size}.')
-    shapes = {p.shape for planes in (*D, *f, L or (), R or ()) for p in planes if p is not None}
+    given = (*D, *f, L or (), R or (), c or ())
+    shapes = {p.shape for planes in given for p in planes if p is not None}
     if len(shapes) != 1:
         raise ValueError(
             f'adjoint_scan: the planes have the shapes {sorted(shapes)}; all of one group must be '
@@ -73,6 +77,8 @@ def adjoint_scan(
         )
 
     def bind(function: Any) -> Any:
-        return lambda D, f, L, R: function(D, f, L, R, carry)
+        return lambda D, f, L, R, c: function(D, f, L, R, carry, c)
 
-    return dispatch.run('adjoint_scan', backend, bind, D, f, L, R)
+    found = dispatch.run('adjoint_scan', backend, bind, D, f, L, R, c)
+    own = [None] * len(f) if c is None else c
+    return found._replace(w=tuple(a if w is None else w for w, a in zip(found.w, own, strict=True)))

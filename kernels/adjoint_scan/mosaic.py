@@ -15,10 +15,15 @@ __all__ = ['adjoint_scan', 'supports']
 
 
 def supports(
-    D: Sequence[Planes], f: Sequence[Planes], L: Planes | None, R: Planes | None, carry: bool
+    D: Sequence[Planes],
+    f: Sequence[Planes],
+    L: Planes | None,
+    R: Planes | None,
+    carry: bool,
+    c: Planes | None = None,
 ) -> str | None:
     """Why there is no kernel for these operands, or None."""
-    return mixed(D, f, L, R) or mosaic.supports(as_scan(D, f, L, R, carry))
+    return mixed(D, f, L, R, c) or mosaic.supports(as_scan(D, f, L, R, carry, c))
 
 
 def adjoint_scan(
@@ -27,9 +32,10 @@ def adjoint_scan(
     L: Planes | None,
     R: Planes | None,
     carry: bool,
+    c: Planes | None = None,
     *,
     interpret: Any = False,
 ) -> Adjoint:
     """See :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan`."""
-    (nu, P), (w, u) = mosaic.run(as_scan(D, f, L, R, carry), interpret=interpret)
+    (nu, P), (w, u) = mosaic.run(as_scan(D, f, L, R, carry, c), interpret=interpret)
     return Adjoint(nu, w, P, u)

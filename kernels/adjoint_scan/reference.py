@@ -21,8 +21,8 @@ class Adjoint(NamedTuple):
     nu : tuple
         Per plane, the cotangent of the states at the entry; None where it is structurally zero.
     w : tuple
-        Per op, of shape ``(K, ...)``, the part of its output's cotangent that comes from later
-        steps of the window; None where there is none.
+        Per op, of shape ``(K, ...)``, the cotangent of its output: what comes from later steps of
+        the window, and ``c``; None where there is none.
     P : tuple of tuple
         ``P[s][q]``, how the exit depends on the entry; empty without ``carry``.
     u : tuple of tuple
@@ -42,12 +42,13 @@ def adjoint_scan(
     L: Planes | None,
     R: Planes | None,
     carry: bool,
+    c: Planes | None = None,
 ) -> Adjoint:
     """See :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan`."""
     like = next(plane for planes in (*D, *f, L or ()) for plane in planes if plane is not None)
     body, numbers = recurrence(D, L, R, carry)
     start = tree.map(lambda number: jnp.full_like(like, number, shape=like.shape[1:]), numbers)
-    (nu, P), (w, u) = lax.scan(body, start, (D, f, L, R), reverse=True)
+    (nu, P), (w, u) = lax.scan(body, start, (D, f, L, R, c), reverse=True)
     return Adjoint(nu, w, P, u)
 
 
@@ -56,9 +57,9 @@ def recurrence(
 ) -> tuple[Callable[[Any, Any], Any], Any]:
     """One step back, as ``lax.scan`` wants it, and ``nu`` and ``P`` before it.
 
-    The step is from ``(nu, P)`` and ``(D, f, L, R)`` to ``(nu, P)`` and ``(w, u)``. The start has a
-    number per plane, None where the plane is structurally zero. Of ``D``, ``L`` and ``R`` only
-    matters here what is None.
+    The step is from ``(nu, P)`` and ``(D, f, L, R, c)`` to ``(nu, P)`` and ``(w, u)``. The start
+    has a number per plane, None where the plane is structurally zero. Of ``D``, ``L`` and ``R``
+    only matters here what is None.
     """
     size = range(len(D))
     pattern = [[plane is not None for plane in row] for row in D]
@@ -70,8 +71,10 @@ def recurrence(
 
     def body(state: Any, step: Any) -> Any:
         nu, P = state
-        D, f, L, R = step
+        D, f, L, R, c = step
         w = tuple(add(map(times, planes, nu)) for planes in f)
+        if c is not None:  # nobody writes it where it is all that there is
+            w = tuple(None if a is None else add([own, a]) for own, a in zip(c, w, strict=True))
         u = tuple(tuple(add(map(times, row, planes)) for row in P) for planes in f)
         if L is not None:
             ahead = [add(parts) for parts in zip(L, nu, strict=True)]

@@ -130,7 +130,7 @@ def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, 
             dict.fromkeys(given.fresh, rows),
             dict.fromkeys(given.signal, row),
             dict.fromkeys(given.trace, plane),
-            None if given.keys is None else pl.BlockSpec(memory_space=pltpu.SMEM),
+            *(None if a is None else pl.BlockSpec(memory_space=pltpu.SMEM) for a in given[-2:]),
         ],
         out_specs=(
             dict.fromkeys(todo.written, plane),
@@ -178,6 +178,9 @@ def _kernel(
     def enter() -> None:
         """Read the old planes, example by example, and decay them."""
         decay, signal = jax.tree.map(load, (refs.decay, refs.signal))
+        if refs.live is not None:
+            live = refs.live[0, 0]
+            decay, signal = jax.tree.map(lambda plane: plane * live, (decay, signal))
         if refs.fresh and not todo.window:
             columns, fresh = load(refs.x).T, jax.tree.map(load, refs.fresh)
         zero = jnp.zeros((tile.inputs, tile.outputs), jnp.float32)

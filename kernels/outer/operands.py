@@ -33,6 +33,8 @@ class Operands(NamedTuple):
         The old planes that are read, by ``q``, each ``(B, I, O)``.
     keys : array or None
         The key of stochastic rounding per plane, ``(1, S)``; None to round to the nearest.
+    live : array or None
+        A number that the old planes are multiplied by, ``(1, 1)``; None for one.
     """
 
     x: Any
@@ -41,6 +43,7 @@ class Operands(NamedTuple):
     signal: dict[int, Any]
     trace: dict[int, Any]
     keys: Any
+    live: Any
 
 
 class Pass(NamedTuple):
@@ -109,6 +112,7 @@ def as_pass(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
     seed: Any,
+    live: Any,
     window: bool,
 ) -> Pass:
     """Keep what is there of the operands of ``trace_step`` or, over a window, ``trace_carry``."""
@@ -136,6 +140,7 @@ def as_pass(
             jax.tree.map(row, signals),
             {q: flat(batch, inputs, outputs)(kept[q]) for q in sorted(read)},
             None if seed is None else keys(seed, len(trace))[None],
+            None if live is None else live.astype(jnp.float32).reshape(1, 1),
         ),
         {s: kept[s].dtype for s in kept if s in added or any(s == p for p, _ in planes)},
         jnp.result_type(*(a.dtype for q in signals for a in (signals[q], kept[q])))
@@ -182,7 +187,7 @@ def reason(
             return f'an operand has shape {a.shape}, expected {shape}'
         if math.prod(shape) == 0:
             return f'an operand of shape {shape} is empty'
-    todo = as_pass(x, decay, fresh, trace, signal, None, window)
+    todo = as_pass(x, decay, fresh, trace, signal, None, None, window)
     return supports(todo) if todo.written or todo.operands.signal else 'there is nothing to compute'
 
 
@@ -195,10 +200,11 @@ def run(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
     seed: Any,
+    live: Any,
     window: bool,
 ) -> tuple[tuple[Any, ...], Any]:
     """Launch the kernel for the weight, take the ``plain`` op for the rest, and join them."""
-    todo = as_pass(x, decay, fresh, trace, signal, seed, window)
+    todo = as_pass(x, decay, fresh, trace, signal, seed, live, window)
     weights, weight_read = launch(todo)
     old = next(e for e in trace if e is not None)
     rules = PlaneRules(tuple(name for name in old if name != 'weight'))
@@ -206,7 +212,7 @@ def run(
     read: Any = None if weight_read is None else {}
     if rules.names:
         rest = [e and {name: e[name] for name in rules.names} for e in trace]
-        found, rest_read = plain(rules, x, decay, fresh, rest, signal, seed=seed)
+        found, rest_read = plain(rules, x, decay, fresh, rest, signal, seed, live)
         new = list(found)
         read = jax.tree.map(lambda a: a.astype(todo.read), rest_read)
     shape = old['weight'].shape

@@ -83,6 +83,7 @@ def launch(todo: Pass, *, name: str, interpret: bool = False) -> tuple[dict[int,
             dict.fromkeys(given.signal, row),
             dict.fromkeys(given.trace, plane),
             None if given.keys is None else pl.BlockSpec(given.keys.shape, lambda i, o: (0, 0)),
+            None if given.live is None else pl.BlockSpec((1, 1), lambda i, o: (0, 0)),
         ],
         out_specs=(
             dict.fromkeys(todo.written, plane),
@@ -113,6 +114,9 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
     def row(ref: Any, b: Any) -> jax.Array:
         return load(ref.at[b], o < todo.outputs)[None, :]
 
+    def past(ref: Any, b: Any) -> jax.Array:
+        return row(ref, b) if refs.live is None else row(ref, b) * refs.live[0, 0]
+
     def step(b: Any, planes: dict[int, Any]) -> dict[int, Any]:
         """Add ``f[s] (x) x``."""
         x = load(refs.x.at[b], i < todo.inputs)[:, None]
@@ -139,9 +143,9 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
     def example(b: Any, total: Any) -> Any:
         old = {q: load(ref.at[b], both) for q, ref in refs.trace.items()}
         for q, ref in refs.signal.items():
-            total = total + row(ref, b) * old[q]
+            total = total + past(ref, b) * old[q]
         planes: dict[int, Any] = {
-            s: add(row(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
+            s: add(past(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
             for s in new
         }
         if refs.fresh:

@@ -23,6 +23,7 @@ def trace_carry(
     signal: Sequence[Plane] | None = None,
     *,
     seed: jax.Array | None = None,
+    live: jax.Array | None = None,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a window of K steps, and what a signal reads of the one before.
@@ -46,6 +47,8 @@ def trace_carry(
     seed : int array, optional
         Rounds what is stored in bfloat16 up or down at random, with the right mean: one number for
         each time that a trace is written.
+    live : bool array, optional
+        A flag; if it is not set, the old trace counts as zero. What it holds must be finite.
     backend : Backend
         What to run it with.
 
@@ -59,9 +62,10 @@ def trace_carry(
     check_planes('trace_carry', len(trace), P=P, u=u, signal=signal)
     if x is not None and len(x) == 1:
         f = [None if p is None else p[0] for p in u]
-        return trace_step(rules, x[0], P, f, trace, signal, seed=seed, backend=backend)
+        options: Any = dict(seed=seed, live=live, backend=backend)
+        return trace_step(rules, x[0], P, f, trace, signal, **options)
 
     def bind(function: Any) -> Any:
         return functools.partial(function, rules)
 
-    return dispatch.run('trace_carry', backend, bind, x, P, u, trace, signal, seed)
+    return dispatch.run('trace_carry', backend, bind, x, P, u, trace, signal, seed, live)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..planes import Plane, PyTree, add_trees
+from ..planes import Plane, PyTree, add_trees, if_live
 from . import reference
 
 __all__ = ['trace_carry']
@@ -25,11 +25,13 @@ def trace_carry(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
     seed: Any = None,
+    live: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
     With a ``seed``, the reference runs: what it draws depends on the place in the whole batch.
     """
+    P, signal = if_live(live, (P, signal))
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
     plain = seed is not None or not rules.is_outer
     if plain or x is None or x.ndim < 3 or shapes != {x.shape[1:-1]}:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..planes import Plane, add_trees, read_trace
+from ..planes import Plane, add_trees, if_live, read_trace
 from ..rounding import store
 
 __all__ = ['trace_carry']
@@ -19,11 +19,13 @@ def trace_carry(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
     seed: Any = None,
+    live: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
     With a ``seed``, planes of bfloat16 are rounded stochastically.
     """
+    P, signal = if_live(live, (P, signal))
 
     def new(s: int) -> Any:
         fresh = [] if u[s] is None else [rules.outer_sum(x, u[s])]

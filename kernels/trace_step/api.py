@@ -22,6 +22,7 @@ def trace_step(
     signal: Sequence[Plane] | None = None,
     *,
     seed: jax.Array | None = None,
+    live: jax.Array | None = None,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a step, and what a signal reads of the trace before.
@@ -45,6 +46,8 @@ def trace_step(
     seed : int array, optional
         Rounds what is stored in bfloat16 up or down at random, with the right mean: one number for
         each time that a trace is written.
+    live : bool array, optional
+        A flag; if it is not set, the old trace counts as zero. What it holds must be finite.
     backend : Backend
         What to run it with.
 
@@ -60,4 +63,4 @@ def trace_step(
     def bind(function: Any) -> Any:
         return functools.partial(function, rules)
 
-    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal, seed)
+    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal, seed, live)

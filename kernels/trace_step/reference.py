@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..planes import Plane, add_trees, after, read_trace, update_order
+from ..planes import Plane, add_trees, after, if_live, read_trace, update_order
 from ..rounding import store
 
 __all__ = ['trace_step']
@@ -19,11 +19,13 @@ def trace_step(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
     seed: Any = None,
+    live: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
 
     With a ``seed``, planes of bfloat16 are rounded stochastically.
     """
+    D, signal = if_live(live, (D, signal))
     read = read_trace(rules, signal, trace)
     done = [read]
     new: list[Any] = [None] * len(trace)

@@ -25,8 +25,9 @@ def supports(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None = None,
     seed: Any = None,
+    live: Any = None,
 ) -> str | None:
-    """Why there is no kernel for these operands, with whatever seed; or None."""
+    """Why there is no kernel for these operands, with whatever seed and flag; or None."""
     return reason(triton.supports, rules, x, D, f, trace, signal, window=False)
 
 
@@ -38,6 +39,7 @@ def trace_step(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None = None,
     seed: Any = None,
+    live: Any = None,
     *,
     interpret: bool = False,
 ) -> tuple[tuple[Any, ...], Any]:
@@ -46,4 +48,4 @@ def trace_step(
     With a ``seed``, planes of bfloat16 are rounded stochastically.
     """
     launch = partial(triton.launch, name='trace_step', interpret=interpret)
-    return run(launch, reference.trace_step, x, D, f, trace, signal, seed, window=False)
+    return run(launch, reference.trace_step, x, D, f, trace, signal, seed, live, window=False)

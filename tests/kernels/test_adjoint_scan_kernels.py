@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from braintrace_fast.kernels.adjoint_scan import mosaic, reference, triton
+from braintrace_fast.kernels.adjoint_scan import adjoint_scan, mosaic, reference, triton
 from braintrace_fast.kernels.scan import mosaic as mosaic_scan
 from braintrace_fast.kernels.scan import triton as triton_scan
 from tests.kernel_checks import assert_close, count_calls, exact, lowered
@@ -36,11 +36,13 @@ def planes(size, steps, shape, ops=1, density=1.0, dtype='float32', seed=0):
     return D, f, L, R
 
 
-def check(kernel, D, f, L, R, carry, interpret=True):
-    assert kernel.supports(D, f, L, R, carry) is None
-    found = kernel.adjoint_scan(D, f, L, R, carry, interpret=interpret)
-    narrow = jax.eval_shape(partial(reference.adjoint_scan, carry=carry), D, f, L, R)
-    assert_close(found, narrow, exact(partial(reference.adjoint_scan, carry=carry), D, f, L, R))
+def check(kernel, D, f, L, R, carry, c=None, interpret=True):
+    def define(D, f, L, R, c):
+        return reference.adjoint_scan(D, f, L, R, carry, c)
+
+    assert kernel.supports(D, f, L, R, carry, c) is None
+    found = kernel.adjoint_scan(D, f, L, R, carry, c, interpret=interpret)
+    assert_close(found, jax.eval_shape(define, D, f, L, R, c), exact(define, D, f, L, R, c))
     return found
 
 
@@ -76,6 +78,17 @@ def test_only_what_is_wanted_is_computed(kernel):
     assert check(kernel, D, f, L, None, carry=False).P == ()
     assert check(kernel, D, f, None, None, carry=True).nu == (None, None)
     assert 'nothing' in kernel.supports(D, f, None, None, False)
+
+
+@KERNELS
+def test_what_a_step_says_of_an_op_is_added(kernel):
+    D, f, L, _ = planes(2, 5, (2, 3), ops=3, seed=9)
+    f[1] = [None, None]  # no later step says anything of this op
+    c = [planes(1, 5, (2, 3), seed=10)[2][0], L[0], None]
+    found, plain = (check(kernel, D, f, L, None, carry=False, c=own) for own in (c, None))
+    np.testing.assert_allclose(found.w[0], plain.w[0] + c[0], rtol=1e-5, atol=1e-5)
+    assert found.w[1] is None
+    assert adjoint_scan(D, f, L, c=c).w[1] is L[0]
 
 
 def test_what_no_result_needs_is_not_read():

@@ -127,10 +127,23 @@ def test_only_what_is_there_is_computed(op, backend):
     assert new[1] is None and read is None
 
 
+@BACKENDS
+@OPS
+@pytest.mark.parametrize('live', [True, False])
+def test_a_trace_that_is_not_live_counts_as_zero(op, backend, live):
+    x, D, f, trace, signal = given(op, 2, (9,), 3, 4, bias=True)
+    run = call(op, backend, rules_of(True), interpret=True)
+    found = jax.jit(run)(x, D, f, trace, signal, live=jnp.asarray(live))
+    old = trace if live else jax.tree.map(jnp.zeros_like, trace)
+    for plain in (call(op, 'reference', rules_of(True)), run):
+        wanted = plain(x, D, f, old, signal)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
+
+
 def test_what_is_not_needed_is_not_read():
     x, D, f, trace, _ = given(STEP, 3, (2,), 3, 4)
     D = [[D[0][0], None, D[0][2]], [D[1][0], None, None], [None, None, None]]
-    todo = as_pass(x, D, f, trace, [None, None, None], None, window=False)
+    todo = as_pass(x, D, f, trace, [None, None, None], None, None, window=False)
     assert list(todo.operands.trace) == [0, 2]  # plane 1 forgets, and nobody looks at it
     assert list(todo.written) == [0, 1, 2] and todo.read is None
     places = dict(enumerate(jax.tree.leaves(todo.operands)))
@@ -185,7 +198,7 @@ def test_old_planes_are_read_before_any_is_overwritten(op, monkeypatch):
     """No interpreter would see it: in place, a plane that is overwritten too early is lost."""
     operands = given(op, 2, (3,), 40, 40)
     x, D, f, trace, signal = operands
-    todo = as_pass(x, D, f, trace, signal, None, window=op is CARRY)
+    todo = as_pass(x, D, f, trace, signal, None, None, window=op is CARRY)
     tile = outer_triton.choose_tile(todo)
     events = []
 
@@ -344,7 +357,7 @@ def test_a_kernel_says_what_it_does_not_take(op, backend):
 def test_a_tile_fits_into_memory(op, size, dtype):
     made = given(op, size, (64,), 512, 512, 1000, dtype=dtype, shapes=True)
     x, D, f, trace, signal = made
-    todo = as_pass(x, D, f, trace, signal, None, window=op is CARRY)
+    todo = as_pass(x, D, f, trace, signal, None, None, window=op is CARRY)
     tile = outer_mosaic.choose_tile(todo)
     assert outer_mosaic.vmem_bytes(todo, tile) < 13 * 2**20
     assert op.mosaic.supports(rules_of(False), *made) is None
