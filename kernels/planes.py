@@ -1,6 +1,6 @@
 """Arithmetic on planes, of which some are structurally zero."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,13 @@ __all__ = [
     'add_trees',
     'after',
     'check_planes',
+    'check_shapes',
     'closure',
     'if_live',
     'read_trace',
     'times',
     'update_order',
+    'walk',
 ]
 
 PyTree = Any
@@ -65,6 +67,47 @@ def check_planes(op: str, size: int, **given: Sequence[Any] | None) -> None:
     for name, planes in given.items():
         if planes is not None and len(planes) != size:
             raise ValueError(f'{op}: {name} has {len(planes)} planes, expected {size}.')
+
+
+def check_shapes(op: str, planes: PyTree) -> None:
+    """Refuse planes of a window that differ in more than being the same in all steps."""
+    shapes = {plane.shape for plane in jax.tree.leaves(planes)}
+    if len({shape[1:] for shape in shapes}) != 1 or len({shape[0] for shape in shapes} - {1}) > 1:
+        raise ValueError(
+            f'{op}: the planes have the shapes {sorted(shapes)}; all of one group must be of one '
+            'shape (steps, *varshape), with 1 for steps where all are the same, and there must be '
+            'one.'
+        )
+
+
+def walk(
+    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    start: PyTree,
+    xs: PyTree,
+    reverse: bool = False,
+) -> tuple[PyTree, PyTree]:
+    """``lax.scan``, of which ``xs`` that are the same in all steps may have a leading axis of 1.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from braintrace_fast.kernels.planes import walk
+    >>> walk(lambda old, x: (old * x[0] + x[1],) * 2, 0.0, (jnp.full(1, 2.0), jnp.ones(3)))[1]
+    Array([1., 3., 7.], dtype=float32)
+    """
+    leaves, tree = jax.tree.flatten(xs)
+    steps = max(map(len, leaves))
+    moving = [len(leaf) == steps for leaf in leaves]
+
+    def step(state: PyTree, now: list[jax.Array]) -> tuple[PyTree, PyTree]:
+        rest = iter(now)
+        values = [
+            next(rest) if moves else leaf[0] for leaf, moves in zip(leaves, moving, strict=True)
+        ]
+        return body(state, jax.tree.unflatten(tree, values))
+
+    along = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
+    return lax.scan(step, start, along, reverse=reverse)
 
 
 def update_order(pattern: Sequence[Sequence[bool]]) -> list[int]:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import PyTree
-from ..runtime.factors import Entry, Factors, Signals, Zeros
-from ..runtime.fission import StatefulLoop, stacked
+from ..runtime.factors import Entry, Factors, Signals, Zeros, as_window, stacked
+from ..runtime.fission import StatefulLoop
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import MultiStepData, SingleStepData
 from ..runtime.planner import Plan, parse_bytes, plan_windows
@@ -282,8 +282,9 @@ class SequenceDriverMixin:
         def window(
             inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
         ) -> Any:
-            ys, grads = loop(inputs, show)
-            outputs, (factors, signals) = stacked(ys, _length(inputs))
+            (outputs, (factors, signals)), grads = loop(inputs, show)
+            outputs, signals = stacked((outputs, signals), steps := _length(inputs))
+            factors = as_window(factors, self.graph.hidden_param_op_relations, steps)
             params, _, _ = self.graph_executor.values()
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
             trace = self.engine.window(traced, entry, factors, signals, index)
@@ -311,8 +312,9 @@ class SequenceDriverMixin:
         def window(
             inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
         ) -> Any:
-            ys, _ = loop(inputs, show)
-            outputs, factors = stacked(ys, _length(inputs))
+            (outputs, factors), _ = loop(inputs, show)
+            outputs = stacked(outputs, steps := _length(inputs))
+            factors = as_window(factors, self.graph.hidden_param_op_relations, steps)
             trace = self.engine.window(None, entry, factors, None, index)
             return total, trace, outputs
 

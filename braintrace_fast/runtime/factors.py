@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import saiunit as u
 from jax import lax
 
 from .._compat import Var
 from .._typing import Path, PyTree
-from ..compiler import ETraceGraph, ExitPerturbation, HiddenGroup
+from ..compiler import ETraceGraph, ExitPerturbation, HiddenGroup, HiddenParamOpRelation
 from ..compiler.transition import Plane
 from ..kernels.dispatch import PLAIN, Backend
 
@@ -25,6 +26,8 @@ Zeros = tuple[list[jax.Array], list[jax.Array], list[jax.Array]]
 
 class Factors(NamedTuple):
     """What one step says of the past: ``x``, ``f``, ``D`` and what the weights' ways read.
+
+    Those of a window have a leading axis of steps; see :func:`as_window`.
 
     Attributes
     ----------
@@ -187,6 +190,28 @@ class StepRunner:
                 for r in relations
             ),
         )
+
+
+def as_window(factors: Factors, relations: Sequence[HiddenParamOpRelation], steps: int) -> Factors:
+    """The factors of a window of so many steps, from those that a loop gives.
+
+    ``f`` and ``D`` that are the same in all steps keep a leading axis of 1, as long as one plane
+    of each op and its group has all steps.
+    """
+    moves = [any(len(plane) == steps for plane in jax.tree.leaves(D)) for D in factors.D]
+    f = tuple(
+        tuple(
+            planes if moves[group.index] else stacked(planes, steps)
+            for group, planes in zip(relation.hidden_groups, own, strict=True)
+        )
+        for relation, own in zip(relations, factors.f, strict=True)
+    )
+    return Factors(stacked(factors.x, steps), f, factors.D, stacked(factors.varying, steps))
+
+
+def stacked(tree: PyTree, steps: int) -> PyTree:
+    """Arrays with a leading axis of all steps, from those that have it and those with one of 1."""
+    return jax.tree.map(lambda a: jnp.broadcast_to(a, (steps, *a.shape[1:])), tree)
 
 
 def first_step(factors: Factors) -> Factors:

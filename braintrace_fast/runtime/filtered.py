@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
 from ..kernels.dispatch import PLAIN, Backend
-from .factors import Entry, Factors, Signals, Values
+from .factors import Entry, Factors, Signals, Values, group_plane
 from .gradient import GradientSum
 from .materialized import MaterializedEngine, Trace
 
@@ -92,7 +92,7 @@ class FilteredEngine:
 
         As :meth:`MaterializedEngine.window`.
         """
-        factors = self._with_filter(factors)
+        factors = self._with_filter(factors, (1,))
         signals = None if signals is None else _read_filtered(signals)
         return self.engine.window(total, entry, factors, signals, step)
 
@@ -100,23 +100,16 @@ class FilteredEngine:
         """The traces of some relations, by relation and group; filtered planes come second."""
         return self.engine.trace_of(trace, relations)
 
-    def _with_filter(self, factors: Factors) -> Factors:
-        """``D = [[D, 0], [D, kappa]]`` and ``f = [f, f]``."""
+    def _with_filter(self, factors: Factors, leading: tuple[int, ...] = ()) -> Factors:
+        """``D = [[D, 0], [D, kappa]]`` and ``f = [f, f]``, with leading axes for ``kappa``."""
+        keep = [
+            jnp.full((*leading, *plane.shape), self.kappa, plane.dtype)
+            for plane in map(group_plane, self.graph.hidden_groups)
+        ]
         return factors._replace(
-            D=tuple(self._widened(factors, group) for group in range(len(factors.D))),
+            D=tuple(map(with_filter, factors.D, keep)),
             f=tuple(tuple((*f, *f) for f in groups) for groups in factors.f),
         )
-
-    def _widened(self, factors: Factors, group: int) -> tuple[tuple[Plane, ...], ...]:
-        D = factors.D[group]
-        reaching = [
-            f
-            for relation, own in zip(self.engine.relations, factors.f, strict=True)
-            for reached, f in zip(relation.hidden_groups, own, strict=True)
-            if reached.index == group
-        ]
-        like = next((p for planes in (*D, *reaching) for p in planes if p is not None), None)
-        return with_filter(D, None if like is None else jnp.full_like(like, self.kappa))
 
 
 def with_filter(D: Sequence[Sequence[Plane]], keep: Plane) -> tuple[tuple[Plane, ...], ...]:

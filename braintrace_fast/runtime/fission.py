@@ -34,8 +34,9 @@ from .._compat import (
 from .._typing import PyTree
 from ..compiler.control_flow import ControlFlowPolicy, flatten
 from ..op.matmul import outer_total
+from .factors import stacked
 
-__all__ = ['StatefulLoop', 'loop', 'stacked']
+__all__ = ['StatefulLoop', 'loop']
 
 CHEAP = frozenset(
     """
@@ -96,11 +97,6 @@ def loop(
     xs = jax.tree.map(_as_array, xs)
     last, ys, sums = _Loop(body, carry, _slices(xs), progress is not None).run(carry, xs, progress)
     return last, stacked(ys, jax.tree.leaves(xs)[0].shape[0]), sums
-
-
-def stacked(ys: PyTree, length: int) -> PyTree:
-    """Arrays with a leading axis of ``length``, from those that have it and those with one of 1."""
-    return jax.tree.map(lambda a: jnp.broadcast_to(a, (length, *a.shape[1:])), ys)
 
 
 class _Loop:
@@ -194,7 +190,7 @@ class StatefulLoop:
         -------
         tuple
             The stacked ``ys``, of which those that are the same in all steps have a leading axis of
-            1 (see :func:`stacked`), and the sums of the ``terms``.
+            1, and the sums of the ``terms``.
         """
         states = self._touched.states
         values = jax.tree.map(_as_array, [state.value for state in states])

@@ -5,7 +5,7 @@ from typing import Any
 
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
-from ..planes import Plane
+from ..planes import Plane, check_shapes
 from .reference import Adjoint
 
 __all__ = ['Adjoint', 'adjoint_scan']
@@ -37,7 +37,9 @@ def adjoint_scan(
     Parameters
     ----------
     D : sequence of sequence of array or None
-        ``D[s][q]``, of shape ``(K, *varshape)``; None where it is structurally zero.
+        ``D[s][q]``, of shape ``(K, *varshape)``, or ``(1, *varshape)`` where it is the same in all
+        steps; None where it is structurally zero. The same goes for all other planes, of which one
+        at least must have K steps.
     f : sequence of sequence of array or None
         Per op that reaches the group, ``f[s]``.
     L : sequence of array or None, optional
@@ -69,12 +71,7 @@ def adjoint_scan(
         if len(planes) != size:
             raise ValueError(f'adjoint_scan: {name} has {len(planes)} planes, expected {size}.')
     given = (*D, *f, L or (), R or (), c or ())
-    shapes = {p.shape for planes in given for p in planes if p is not None}
-    if len(shapes) != 1:
-        raise ValueError(
-            f'adjoint_scan: the planes have the shapes {sorted(shapes)}; all of one group must be '
-            'of one shape (steps, *varshape), and there must be one.'
-        )
+    check_shapes('adjoint_scan', given)
 
     def bind(function: Any) -> Any:
         return lambda D, f, L, R, c: function(D, f, L, R, carry, c)

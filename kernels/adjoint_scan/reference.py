@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax, tree
+from jax import tree
 
-from ..planes import Plane, add, closure, times
+from ..planes import Plane, add, closure, times, walk
 
 __all__ = ['Adjoint', 'adjoint_scan', 'recurrence']
 
@@ -48,7 +48,7 @@ def adjoint_scan(
     like = next(plane for planes in (*D, *f, L or ()) for plane in planes if plane is not None)
     body, numbers = recurrence(D, L, R, carry)
     start = tree.map(lambda number: jnp.full_like(like, number, shape=like.shape[1:]), numbers)
-    (nu, P), (w, u) = lax.scan(body, start, (D, f, L, R, c), reverse=True)
+    (nu, P), (w, u) = walk(body, start, (D, f, L, R, c), reverse=True)
     return Adjoint(nu, w, P, u)
 
 

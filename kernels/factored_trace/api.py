@@ -7,7 +7,7 @@ import jax
 
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
-from ..planes import Plane, check_planes
+from ..planes import Plane, check_planes, check_shapes
 
 __all__ = ['factored_trace', 'smooth']
 
@@ -69,9 +69,10 @@ def factored_trace(
     Parameters
     ----------
     D : sequence of sequence of array or None
-        ``D[s][q]``, of shape ``(K, *varshape)``; None where it is structurally zero.
+        ``D[s][q]``, of shape ``(K, *varshape)``, or ``(1, *varshape)`` where it is the same in all
+        steps; None where it is structurally zero.
     f : sequence of array or None
-        ``f[s]``, likewise.
+        ``f[s]``, likewise. One plane at least must have K steps.
     start : sequence of array
         ``fhat_0[s]``, of shape ``varshape``.
     decay : float
@@ -85,6 +86,7 @@ def factored_trace(
         ``fhat_1[s] .. fhat_K[s]``, each of shape ``(K, *varshape)``.
     """
     check_planes('factored_trace', len(start), D=D, f=f)
+    check_shapes('factored_trace', (D, f))
 
     def bind(function: Any) -> Any:
         return lambda D, f, start: function(D, f, start, decay)

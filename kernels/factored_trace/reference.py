@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..planes import Plane, add, times
+from ..planes import Plane, add, times, walk
 
 __all__ = ['factored_trace', 'recurrence', 'smooth', 'smoothing']
 
@@ -24,7 +24,7 @@ def factored_trace(
     decay: float,
 ) -> tuple[jax.Array, ...]:
     """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
-    return lax.scan(recurrence(decay), tuple(start), (D, f))[1]
+    return walk(recurrence(decay), tuple(start), (D, f))[1]
 
 
 def smoothing(decay: float) -> Callable[[Any, Any], Any]:

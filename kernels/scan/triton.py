@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from .._pallas import result, split
-from .window import Scan, Window, reason, window
+from .window import Scan, Window, longest, reason, window
 
 __all__ = ['Tile', 'choose_tile', 'run', 'supports']
 
@@ -44,7 +44,7 @@ def supports(scan: Scan) -> str | None:
     """Why there is no kernel for this scan, or None."""
     if found := reason(scan, PLANES):
         return found
-    elements = math.prod(jax.tree.leaves(scan.xs)[0].shape)
+    elements = math.prod(longest(jax.tree.leaves(scan.xs)).shape)
     if elements >= 2**31:
         return f'a plane has {elements} elements, and offsets have 32 bits'
     return None

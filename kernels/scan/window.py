@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import tree
 from jax.extend.core import Literal
 
-__all__ = ['Scan', 'Window', 'mixed', 'reason', 'window']
+__all__ = ['Scan', 'Window', 'longest', 'mixed', 'reason', 'window']
 
 FLOATS = (jnp.dtype('float32'), jnp.dtype('bfloat16'))
 
@@ -24,7 +24,8 @@ class Scan(NamedTuple):
         The name of the kernel.
     body, init, xs
         As of ``lax.scan``. The body must treat every position alike: it is run on tiles, in
-        float32. A leaf of ``init`` may be a float, for all positions.
+        float32. A leaf of ``init`` may be a float, for all positions; one of ``xs`` may have a
+        leading axis of 1, for all steps.
     dtype : dtype
         That of the results.
     final : bool
@@ -90,6 +91,11 @@ def window(scan: Scan) -> Window:
     """Flatten a scan."""
     starts, state_tree = tree.flatten(scan.init)
     leaves, step_tree = tree.flatten(scan.xs)
+    steps, *shape = longest(leaves).shape
+    leaves = [
+        leaf if leaf.shape[0] == steps else jnp.broadcast_to(leaf, (steps, *shape))
+        for leaf in leaves
+    ]
 
     def flat(state: list[Any], step: list[Any]) -> tuple[Any, Any]:
         new, y = scan.body(tree.unflatten(state_tree, state), tree.unflatten(step_tree, step))
@@ -107,7 +113,6 @@ def window(scan: Scan) -> Window:
         new, y = flat(state, [next(read) if u else jnp.zeros_like(state[0]) for u in used])
         return new, tree.leaves(y)
 
-    steps, *shape = leaves[0].shape
     return Window(
         steps,
         tuple(shape),
@@ -119,6 +124,11 @@ def window(scan: Scan) -> Window:
         body,
         partial(tree.unflatten, tree.structure((final, y))),
     )
+
+
+def longest(leaves: Sequence[Any]) -> Any:
+    """Any of those with all steps: what is the same in all of them may be given once."""
+    return max(leaves, key=lambda leaf: leaf.shape[0])
 
 
 def _used(jaxpr: Any) -> list[bool]:
@@ -142,8 +152,8 @@ def reason(scan: Scan, most: int) -> str | None:
     for leaf in (*_arrays(starts), *xs):
         if leaf.dtype not in FLOATS:
             return f'an operand is of {leaf.dtype}; kernels take float32 and bfloat16'
-    if math.prod(xs[0].shape) == 0:
-        return f'a plane of shape {xs[0].shape} is empty'
+    if math.prod(shape := longest(xs).shape) == 0:
+        return f'a plane of shape {shape} is empty'
     planes = 2 * len(starts) + len(xs)
     if planes > most:
         return f'it takes {planes} planes per position, and a kernel holds {most}'
