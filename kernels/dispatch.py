@@ -15,13 +15,10 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-__all__ = ['BLOCKED', 'KERNELS', 'PLAIN', 'Backend', 'Choice', 'FallbackError', 'recording', 'run']
+__all__ = ['KERNELS', 'PLAIN', 'Backend', 'Choice', 'FallbackError', 'recording', 'run']
 
 KERNELS = {'cuda': 'triton', 'tpu': 'mosaic'}
 """The kind of kernel of each platform."""
-
-BLOCKED = frozenset({'trace_carry'})
-"""Ops that have an implementation of their own for CPUs."""
 
 logger = logging.getLogger('braintrace_fast')
 _logged: set[Any] = set()
@@ -82,7 +79,11 @@ def recording() -> Iterator[list[Choice]]:
 
 
 def run(
-    op: str, backend: Backend, bind: Callable[[Any], Callable[..., Any]], *operands: Any
+    op: str,
+    backend: Backend,
+    bind: Callable[[Any], Callable[..., Any]],
+    *operands: Any,
+    cpu: Callable[..., Any] | None = None,
 ) -> Any:
     """Run an op on its operands.
 
@@ -97,6 +98,8 @@ def run(
         Gives an implementation its other arguments: ``bind(function)(*operands)``.
     *operands
         Trees of arrays, with None where a plane is structurally zero.
+    cpu : callable, optional
+        What to run on CPUs instead of the reference.
     """
     reference = bind(_function(op, 'reference'))
     if backend.name == 'interpret':
@@ -104,7 +107,7 @@ def run(
         _note(op, 'interpret', 'triton', reason, backend)
         kernel = functools.partial(_function(op, 'triton'), interpret=True)
         return (reference if reason else bind(kernel))(*operands)
-    by_platform = {'cpu': bind(_function(op, 'blocked'))} if op in BLOCKED else {}
+    by_platform = {} if cpu is None else {'cpu': cpu}
     if backend.name == 'pallas':
         for platform, kind in KERNELS.items():
             reason = bind(_function(op, kind, 'supports'))(*operands)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._compat import source_line
@@ -97,7 +98,7 @@ class ETraceAlgorithm(SequenceDriverMixin, brainstate.nn.Module):
         self.model = model
         self.graph_executor = graph_executor
         self.is_compiled = False
-        self.running_index = brainstate.LongTermState(jnp.zeros((), jnp.int32))
+        self.running_index = brainstate.LongTermState(_scalar(np.int32))
 
     @property
     def executor(self) -> ETraceGraphExecutor:
@@ -303,7 +304,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         values = self.graph_executor.values()
         *_, factors = jax.eval_shape(lambda: runner.run(single_step(args), *values))
         self.trace = EligibilityTrace(self.engine.init(factors))
-        self.trace_is_live = brainstate.ShortTermState(jnp.zeros((), bool))
+        self.trace_is_live = brainstate.ShortTermState(_scalar(np.bool_))
 
     @property
     def report(self) -> CompilationReport:
@@ -333,8 +334,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def forget(self) -> None:
         """Take the trace for zero from here on; what it holds is not touched."""
-        self.running_index.value = jnp.zeros((), jnp.int32)
-        self.trace_is_live.value = jnp.zeros((), bool)
+        self.running_index.value = _scalar(np.int32)
+        self.trace_is_live.value = _scalar(np.bool_)
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Set the trace and the step counter to zero."""
@@ -640,3 +641,8 @@ def _named_loops(graph: ETraceGraph) -> Iterator[None]:
 def _window_length(args: tuple[Any, ...]) -> int:
     sequences, _ = split_window(args)
     return int(jnp.shape(jax.tree.leaves(sequences)[0])[0])
+
+
+def _scalar(dtype: Any) -> jax.Array:
+    """A zero that no program is compiled to make."""
+    return jnp.asarray(np.zeros((), dtype))

@@ -280,14 +280,19 @@ class SequenceDriverMixin:
         loop = StatefulLoop(step, inputs, windows.bar is not None)
 
         def window(
-            inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
+            inputs: Any,
+            total: Any,
+            entry: Entry | None,
+            index: Any,
+            show: Any = None,
+            alone: bool = False,
         ) -> Any:
             (outputs, (factors, signals)), grads = loop(inputs, show)
             outputs, signals = stacked((outputs, signals), steps := _length(inputs))
             factors = as_window(factors, self.graph.hidden_param_op_relations, steps)
             params, _, _ = self.graph_executor.values()
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
-            trace = self.engine.window(traced, entry, factors, signals, index)
+            trace = self.engine.window(traced, entry, factors, signals, index, not alone)
             total = jax.tree.map(jnp.add, total, grads)
             gradients = traced.result()
             for place, path in places:  # a state may be named twice
@@ -310,12 +315,17 @@ class SequenceDriverMixin:
         loop = StatefulLoop(step, sequences, windows.bar is not None)
 
         def window(
-            inputs: Any, total: Any, entry: Entry | None, index: Any, show: Any = None
+            inputs: Any,
+            total: Any,
+            entry: Entry | None,
+            index: Any,
+            show: Any = None,
+            alone: bool = False,
         ) -> Any:
             (outputs, factors), _ = loop(inputs, show)
             outputs = stacked(outputs, steps := _length(inputs))
             factors = as_window(factors, self.graph.hidden_param_op_relations, steps)
-            trace = self.engine.window(None, entry, factors, None, index)
+            trace = self.engine.window(None, entry, factors, None, index, not alone)
             return total, trace, outputs
 
         parts = loop.ys[1]._asdict()
@@ -337,7 +347,8 @@ class SequenceDriverMixin:
         choices = windows.every, windows.fresh, windows.budget
         plan = plan_windows(window, inputs, (total, entry, index), *choices)
         self.plan = plan.describe(parts, self.trace.value)
-        if windows.fresh and plan.windows == ((1, plan.steps),):
+        alone = plan.windows == ((1, plan.steps),)
+        if windows.fresh and alone:
             entry = None
 
         first, bar = index, windows.bar
@@ -347,7 +358,7 @@ class SequenceDriverMixin:
             done, show = index - first, None
             if bar is not None:
                 show = lambda i, ys: bar(done + i, carry=None, y=ys[0])  # noqa: E731
-            total, trace, outputs = window(inputs, total, entry, index, show)
+            total, trace, outputs = window(inputs, total, entry, index, show, alone)
             entry = None if entry is None else Entry(trace, jnp.ones((), bool))
             return (total, entry, index + _length(inputs)), outputs
 

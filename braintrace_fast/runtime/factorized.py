@@ -186,6 +186,7 @@ class FactorizedEngine:
         factors: Factors,
         signals: Signals | None,
         step: jax.Array,
+        overwrite: bool = True,
     ) -> Trace | None:
         """Add the gradient of K steps at once, and carry the trace past them.
 
@@ -253,11 +254,8 @@ class FactorizedEngine:
             read = add([read, jnp.concatenate([passing[1:], jnp.zeros_like(passing[:1])])])
             if x is None or x_start is not None:
                 total.add_product(r, x_start, passing[0])
-        if read is None:
-            if now is not None:
-                total.add_product(r, x, now, leading_axes=1)
-        elif x is None:
-            total.add_product(r, None, add([read, now]), leading_axes=1)
+        if x is None or read is None:
+            total.add_product(r, x, add([read, now]), leading_axes=1)
         elif _is_linear(relation):
             zero, rest = jnp.zeros_like(read[0]), add([read, now])
             back = smooth(read, zero, self.decay_x, reverse=True, backend=self.backend)
@@ -269,8 +267,7 @@ class FactorizedEngine:
             start = jnp.zeros(x.shape[1:], _inexact(x)) if x_start is None else x_start
             xhat = smooth(x, start, self.decay_x, backend=self.backend)
             total.add_product(r, xhat, read, leading_axes=1)
-            if now is not None:
-                total.add_product(r, x, now, leading_axes=1)
+            total.add_product(r, x, now, leading_axes=1)
 
     def _last_x(self, x: jax.Array | None, start: jax.Array | None) -> jax.Array | None:
         """``xhat`` after the last step of a window."""

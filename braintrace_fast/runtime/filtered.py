@@ -87,6 +87,7 @@ class FilteredEngine:
         factors: Factors,
         signals: Signals | None,
         step: jax.Array,
+        overwrite: bool = True,
     ) -> Trace | None:
         """Add the gradient of K steps at once, and carry the traces past them.
 
@@ -94,7 +95,7 @@ class FilteredEngine:
         """
         factors = self._with_filter(factors, (1,))
         signals = None if signals is None else _read_filtered(signals)
-        return self.engine.window(total, entry, factors, signals, step)
+        return self.engine.window(total, entry, factors, signals, step, overwrite)
 
     def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
         """The traces of some relations, by relation and group; filtered planes come second."""

@@ -46,18 +46,20 @@ class GradientSum:
         self,
         index: int,
         x: jax.Array | None,
-        cotangent: jax.Array,
+        cotangent: Plane,
         varying: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
         leading_axes: int = 0,
         only: Callable[[str], bool] = lambda key: True,
     ) -> None:
         """Add the weight gradients of an op from its input and its output's cotangent.
 
-        Both may have ``leading_axes`` (time) that are summed over.
+        Both may have ``leading_axes`` (time) that are summed over. No cotangent adds nothing.
 
         If the weights vary in time, ``varying`` has what their ways read in this step, and only the
         traced parameters are added to. ``only`` chooses among the op's trainable inputs by name.
         """
+        if cotangent is None:
+            return
         relation = self._relations[index]
         ways = [
             (key, way, leaves_of(self._params, way), varying.get(key, ()))

@@ -190,12 +190,14 @@ class MaterializedEngine:
         factors: Factors,
         signals: Signals | None,
         step: jax.Array,
+        overwrite: bool = True,
     ) -> Trace | None:
         """Add the gradient of K steps at once, and carry the trace past them.
 
         ``factors`` and ``signals`` have a leading axis of steps; without ``signals`` there is no
         gradient. ``entry`` is the trace before the first step; the one after the last is returned.
         Without it, the trace is zero before and not wanted after. All weights must be static.
+        ``overwrite`` says whether nobody else wants the trace at the entry.
         """
         if entry is not None:
             self._check_rules()
@@ -236,6 +238,7 @@ class MaterializedEngine:
                         found.nu,
                         seed=self._seed(step, r, group.index),
                         live=entry.live,
+                        overwrite=overwrite,
                         backend=self.backend,
                     )
                     if total is not None:

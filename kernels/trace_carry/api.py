@@ -10,6 +10,7 @@ from .. import dispatch
 from ..dispatch import PLAIN, Backend
 from ..planes import Plane, check_planes
 from ..trace_step import trace_step
+from . import blocked
 
 __all__ = ['trace_carry']
 
@@ -24,6 +25,7 @@ def trace_carry(
     *,
     seed: jax.Array | None = None,
     live: jax.Array | None = None,
+    overwrite: bool = True,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a window of K steps, and what a signal reads of the one before.
@@ -49,6 +51,9 @@ def trace_carry(
         each time that a trace is written.
     live : bool array, optional
         A flag; if it is not set, the old trace counts as zero. What it holds must be finite.
+    overwrite : bool
+        Whether nobody wants the old trace any more. If somebody does, such as the caller of a
+        compiled function that takes it as an argument, it would have to be copied first.
     backend : Backend
         What to run it with.
 
@@ -68,4 +73,6 @@ def trace_carry(
     def bind(function: Any) -> Any:
         return functools.partial(function, rules)
 
-    return dispatch.run('trace_carry', backend, bind, x, P, u, trace, signal, seed, live)
+    on_cpu = functools.partial(blocked.trace_carry, rules, overwrite=overwrite)
+    operands = x, P, u, trace, signal, seed, live
+    return dispatch.run('trace_carry', backend, bind, *operands, cpu=on_cpu)

@@ -1,7 +1,7 @@
-"""``trace_carry`` for CPUs: one example at a time, which stays in the cache, and in place.
+"""``trace_carry`` for CPUs: one example at a time, which stays in the cache.
 
-What an example needs is copied out of the trace before the example before it is written back: XLA
-then sees that nothing else reads the trace while it is written, and does not copy it.
+In place, what an example needs is copied out of the trace before the example before it is written
+back: XLA then sees that nothing else reads the trace while it is written, and does not copy it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..planes import Plane, PyTree, add_trees, if_live
+from ..planes import Plane, PyTree, add_trees
 from . import reference
 
 __all__ = ['trace_carry']
@@ -26,37 +26,45 @@ def trace_carry(
     signal: Sequence[Plane] | None,
     seed: Any = None,
     live: Any = None,
+    *,
+    overwrite: bool = True,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
     With a ``seed``, the reference runs: what it draws depends on the place in the whole batch.
     """
-    P, signal = if_live(live, (P, signal))
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
     plain = seed is not None or not rules.is_outer
     if plain or x is None or x.ndim < 3 or shapes != {x.shape[1:-1]}:
-        return reference.trace_carry(rules, x, P, u, trace, signal, seed)
+        return reference.trace_carry(rules, x, P, u, trace, signal, seed, live)
     last = x.shape[1] - 1
-    x, u = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (x, u))
 
     def one(example: Any, old: Any) -> Any:
-        own_x, own_P, own_u, own_signal = _at((x, P, u, signal), example)
-        return reference.trace_carry(rules, own_x, own_P, own_u, old, own_signal)
+        own_x, own_u = _at((x, u), example, axis=1)
+        own_P, own_signal = _at((P, signal), example)
+        return reference.trace_carry(rules, own_x, own_P, own_u, old, own_signal, live=live)
 
     def body(example: Any, carry: Any) -> Any:
-        trace, old, read = carry
-        new, part = one(example, old)
+        new, old, read = carry
+        values, part = one(example, _at(given, example) if old is None else old)
         read = read if part is None else add_trees([read, part])
-        trace = jax.tree.map(
-            lambda a, b: lax.dynamic_update_index_in_dim(a, b, example, 0), trace, new
+        new = jax.tree.map(
+            lambda a, b: lax.dynamic_update_index_in_dim(a, b, example, 0), new, values
         )
-        return trace, _at(trace, jnp.minimum(example + 1, last)), read
+        return new, old if old is None else _at(new, jnp.minimum(example + 1, last)), read
 
-    first = _at(tuple(trace), 0)
+    given = tuple(trace)
+    first = _at(given, 0)
     read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, 0, first)[1])
-    new, _, read = lax.fori_loop(0, last + 1, body, (tuple(trace), first, read))
+    start = (given, first, read)
+    if not overwrite:
+        # Room to write to: XLA would make one array of equal numbers, and copy it.
+        leaves, tree = jax.tree.flatten(given)
+        room = [jnp.full_like(leaf, number) for number, leaf in enumerate(leaves)]
+        start = (jax.tree.unflatten(tree, room), None, read)
+    new, _, read = lax.fori_loop(0, last + 1, body, start)
     return new, read
 
 
-def _at(tree: PyTree, example: Any) -> PyTree:
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, example, 0, keepdims=False), tree)
+def _at(tree: PyTree, example: Any, axis: int = 0) -> PyTree:
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, example, axis, keepdims=False), tree)
