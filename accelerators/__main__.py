@@ -17,7 +17,9 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 from .broken import BROKEN, escaped
 from .cases import all_cases
 from .checks import TARGETS, check
-from .report import HEADER, as_line, document
+from .gpu import GPUS
+from .report import HEADER, as_line, document, window_line
+from .windows import check_windows, escaped_windows
 
 PAGE = Path(__file__).parents[1] / 'docs' / 'accelerators.md'
 
@@ -31,22 +33,29 @@ def main() -> int:
     given = parser.parse_args()
     start, targets = time.monotonic(), tuple(given.targets)
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context('spawn')) as pool:
+        gpus = [target for target in targets if target in GPUS]
         passed = [pool.submit(escaped, target) for target in targets]
+        passed += [pool.submit(escaped_windows, target) for target in gpus[:1]]
         found = [pool.submit(check, make, targets) for make in all_cases()]
+        launched = [pool.submit(check_windows, target) for target in gpus]
         print('| ' + ' | '.join(HEADER) + ' |', flush=True)
         rows = []
         for future in found:
             rows += future.result()
             print(*map(as_line, rows[-len(targets) :]), sep='\n', flush=True)
+        windows = [row for future in launched for row in future.result()]
+        print(*map(window_line, windows), sep='\n', flush=True)
         missed = [line for future in passed for line in future.result()]
-    faults = [row for row in rows if row.faults]
+    faults = [as_line(row) for row in rows if row.faults]
+    faults += [window_line(row) for row in windows if row.faults]
     print(
-        f'==> compiled {len(rows)} in {time.monotonic() - start:.0f} s, {len(faults)} are faulty; '
-        f'of {len(BROKEN)} kernels that are broken on purpose, {len(missed)} escaped'
+        f'==> compiled {len(rows)} kernels and {len(windows)} windows in '
+        f'{time.monotonic() - start:.0f} s, {len(faults)} are faulty; of {len(BROKEN)} kernels and '
+        f'a window that are broken on purpose, {len(missed)} escaped'
     )
-    print(*map(as_line, faults), *missed, sep='\n')
+    print(*faults, *missed, sep='\n')
     if targets == TARGETS:
-        given.page.write_text(document(rows), 'utf-8')
+        given.page.write_text(document(rows, windows), 'utf-8')
         print(f'==> written: {os.path.relpath(given.page)}')
     return bool(faults or missed)
 

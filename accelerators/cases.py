@@ -25,9 +25,12 @@ __all__ = [
     'floor',
     'hidden_jacobian',
     'implementation',
+    'plain_formula',
     'plain_pass',
+    'redundant',
     'smooth',
     'stacked_pass',
+    'stacked_walk',
     'trace_carry',
     'trace_step',
 ]
@@ -35,6 +38,7 @@ __all__ = [
 LARGE = 512
 MANY = 64
 STEPS = 64
+BOTH = 'triton', 'mosaic'
 
 
 class Case(NamedTuple):
@@ -54,8 +58,14 @@ class Case(NamedTuple):
         Which operands are the trace: they are donated, and must be updated in place.
     bounded : bool
         Whether the bytes that it moves may exceed the floor by no more than 5%.
-    compared : bool
-        Whether to compare it with what XLA makes of the plain formula.
+    compared : tuple of str
+        The kinds of kernels that are compared with what XLA makes of the plain formula.
+    halved : tuple of str
+        Those that must move half as much as that does for stacked planes.
+    stacked : callable, optional
+        The plain formula over planes that are one array, and its operands.
+    steps : int
+        How often the loop of the plain formula runs, if it has one.
     """
 
     op: str
@@ -65,7 +75,10 @@ class Case(NamedTuple):
     bind: Callable[[Callable[..., Any]], Callable[..., Any]]
     trace: tuple[int, ...] = ()
     bounded: bool = False
-    compared: bool = False
+    compared: tuple[str, ...] = ()
+    halved: tuple[str, ...] = ()
+    stacked: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
+    steps: int = 0
 
     def __str__(self) -> str:
         return f'{self.op}, {self.dtype}, {self.shape}'
@@ -76,6 +89,23 @@ def implementation(case: Case, kind: str) -> Callable[..., Any]:
     folder, _, function = case.op.partition('.')
     module = importlib.import_module(f'braintrace_fast.kernels.{folder}.{kind}')
     return case.bind(getattr(module, function or folder))
+
+
+def redundant(case: Case, kind: str) -> str | None:
+    """Why a kind of kernel is not worth it, as it says itself; None if it is."""
+    folder, _, function = case.op.partition('.')
+    module = importlib.import_module(f'braintrace_fast.kernels.{folder}.{kind}')
+    said = getattr(module, f'redundant_{function}'.strip('_'), None)
+    return said and case.bind(said)(*case.operands)
+
+
+def plain_formula(
+    case: Case, *, stacked: bool
+) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """The plain formula of a case and its operands, over single planes or one array of them."""
+    if stacked:
+        return case.stacked and case.stacked()
+    return implementation(case, 'reference'), case.operands
 
 
 def floor(case: Case) -> int:
@@ -101,10 +131,10 @@ def all_cases() -> list[Callable[[], Case]]:
     return [*_jacobians(), *_passes(trace_step), *_passes(trace_carry), *_adjoints(), *_factors()]
 
 
-def hidden_jacobian(model: str, batch: int | None, neurons: int) -> Case:
+def hidden_jacobian(model: str, batch: int | None, neurons: int, precision: int | str = 32) -> Case:
     """The first transition of a model of the tests."""
     with (
-        brainstate.environ.context(dt=0.1 * u.ms),
+        brainstate.environ.context(dt=0.1 * u.ms, precision=precision),
         mock.patch.object(models, 'N', neurons),
     ):
         network, inputs = models.MODELS[model].build(batch)
@@ -128,7 +158,9 @@ def hidden_jacobian(model: str, batch: int | None, neurons: int) -> Case:
 
     operands = [values[v] for v in variables]
     shape = f'{model}, {operands[0].shape}'
-    return Case('hidden_jacobian', operands[0].dtype.name, shape, (operands,), bind)
+    compared = BOTH if neurons == LARGE else ()
+    dtype = operands[0].dtype.name
+    return Case('hidden_jacobian', dtype, shape, (operands,), bind, compared=compared)
 
 
 def _jacobians() -> Iterator[Callable[[], Case]]:
@@ -137,6 +169,8 @@ def _jacobians() -> Iterator[Callable[[], Case]]:
         yield partial(hidden_jacobian, model, 8, LARGE)
     for model in ('coba_ei', 'custom_vjp', 'custom_jvp'):
         yield partial(hidden_jacobian, model, None, 5)
+    for model in ('lif', 'lstm', 'layer_norm', 'custom_vjp', 'custom_jvp'):
+        yield partial(hidden_jacobian, model, 3, 37, 'bf16')  # other layers mix types in bfloat16
 
 
 def _planes(shape: tuple[int, ...], dtype: str) -> Callable[..., Any]:
@@ -150,11 +184,18 @@ def _planes(shape: tuple[int, ...], dtype: str) -> Callable[..., Any]:
 
 
 def trace_step(
-    size: int, shape: tuple[int, ...], dtype: str, *, seed: bool = False, steps: int | None = None
+    size: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    *,
+    seed: bool = False,
+    steps: int | None = None,
+    signal: bool = True,
 ) -> Case:
     """A step of all planes of a trace of ``(*batch, inputs, outputs)``.
 
-    With a ``seed``, float32 is rounded stochastically to a trace of that type.
+    With a ``seed``, float32 is rounded stochastically to a trace of that type. Without a ``signal``
+    nothing is read of the old trace.
     """
     *lead, inputs, outputs = shape
     plain = 'float32' if seed else dtype
@@ -166,17 +207,24 @@ def trace_step(
         row(size, size),
         _planes((*time, *lead, outputs), plain)(size),
         [{'weight': plane} for plane in trace(size)],
-        row(size),
+        row(size) if signal else None,
+        jax.ShapeDtypeStruct((), jnp.float32),
     )
+    window = '' if steps is None else f'K={steps}, '
+    compared: tuple[str, ...] = BOTH if lead == [MANY] else ()
+    if steps is not None and shape[-1] == LARGE:  # XLA takes minutes for many examples on a TPU
+        compared = {(MANY,): ('triton',), (8,): ('mosaic',) if size == 2 else ()}[(*lead,)]
     return Case(
         'trace_step' if steps is None else 'trace_carry',
         f'{dtype}, rounded' if seed else dtype,
-        f'S={size}, {shape}' if steps is None else f'S={size}, K={steps}, {shape}',
+        f'S={size}, {window}{shape}' + ('' if signal else ', no signal'),
         (*operands, jax.ShapeDtypeStruct((), jnp.uint32)) if seed else operands,
         _with_rules,
         trace=(3,),
         bounded=shape[-2:] == (LARGE, LARGE),
-        compared=lead == [MANY],
+        compared=compared if dtype == 'float32' else (),
+        halved=BOTH if lead == [MANY] else (),
+        stacked=(lambda: (stacked_pass, as_arrays(operands[:5]))) if signal else None,
     )
 
 
@@ -199,8 +247,8 @@ def stacked_pass(*operands: Any) -> Any:
     return jnp.stack(new), read
 
 
-def as_arrays(operands: Sequence[Any], *, stacked: bool) -> tuple[Any, ...]:
-    """The operands of a pass over the trace for these two."""
+def as_arrays(operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands of a pass over the trace, with planes as one array."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
@@ -208,8 +256,6 @@ def as_arrays(operands: Sequence[Any], *, stacked: bool) -> tuple[Any, ...]:
         if not isinstance(value, list):
             return value
         inner = [convert(v) for v in value]
-        if not stacked:
-            return inner
         return jax.ShapeDtypeStruct((len(inner), *inner[0].shape), inner[0].dtype)
 
     return tuple(map(convert, operands))
@@ -231,8 +277,8 @@ def _with_rules(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def run(*operands: Any) -> Any:
-        *operands, seed = operands if len(operands) == 6 else (*operands, None)
-        return function(rules, *operands, seed=seed)
+        *operands, live, seed = operands if len(operands) == 7 else (*operands, None)
+        return function(rules, *operands, seed=seed, live=live)
 
     return run
 
@@ -240,8 +286,11 @@ def _with_rules(function: Callable[..., Any]) -> Callable[..., Any]:
 def _passes(make: Callable[..., Case]) -> Iterator[Callable[[], Case]]:
     for size in (1, 2, 3, 4):
         yield partial(make, size, (8, LARGE, LARGE), 'float32')
-    for size in (2, 4):
+    for size in (1, 2, 3, 4) if make is trace_step else (2, 4):
         yield partial(make, size, (MANY, LARGE, LARGE), 'float32')
+    if make is trace_step:
+        for size in (2, 4):
+            yield partial(make, size, (MANY, LARGE, LARGE), 'float32', signal=False)
     yield partial(make, 2, (8, LARGE, LARGE), 'bfloat16')
     yield partial(make, 2, (8, LARGE, LARGE), 'bfloat16', seed=True)
     for dtype in ('float32', 'bfloat16'):
@@ -254,14 +303,42 @@ def _passes(make: Callable[..., Case]) -> Iterator[Callable[[], Case]]:
 def adjoint_scan(size: int, steps: int, shape: tuple[int, ...], dtype: str) -> Case:
     """All planes of a group of ``size`` states and one op."""
     planes = _planes((steps, *shape), dtype)
+    large = shape[-1:] == (LARGE,)
+
+    def stacked() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        matrix, vector = ((steps, *sizes, *shape) for sizes in ((size, size), (size,)))
+        return stacked_walk, tuple(
+            jax.ShapeDtypeStruct(s, dtype)
+            for s in (matrix, vector, vector, vector, (steps, *shape))
+        )
+
     return Case(
         'adjoint_scan',
         dtype,
         f'S={size}, K={steps}, {shape}',
-        (planes(size, size), planes(1, size), planes(size), planes(size)),
-        lambda function: partial(function, carry=True),
-        bounded=shape[-1:] == (LARGE,),
+        (planes(size, size), planes(1, size), planes(size), planes(size), planes(1)),
+        lambda function: lambda D, f, L, R, c: function(D, f, L, R, True, c),
+        bounded=large,
+        compared=BOTH if large and dtype == 'float32' else (),
+        halved=('triton',),
+        stacked=stacked,
+        steps=steps,
     )
+
+
+def stacked_walk(D: Any, f: Any, L: Any, R: Any, c: Any) -> Any:
+    """What ``adjoint_scan`` computes for one op, over matrices ``(K, S, S, ...)``."""
+
+    def body(state: Any, step: Any) -> Any:
+        nu, P = state
+        D, f, L, R, c = step
+        w, u = c + (f * nu).sum(0), (P * f[None]).sum(1)
+        nu = (D * (L + nu)[:, None]).sum(0) + R
+        return (nu, (P[:, :, None] * D[None]).sum(1)), (w, u)
+
+    one = jnp.eye(D.shape[1]).reshape(*D.shape[1:3], *[1] * (D.ndim - 3))
+    start = jnp.zeros_like(f[0]), jnp.broadcast_to(one, D.shape[1:])
+    return jax.lax.scan(body, start, (D, f, L, R, c), reverse=True)
 
 
 def _adjoints() -> Iterator[Callable[[], Case]]:
@@ -302,5 +379,6 @@ def _factors() -> Iterator[Callable[[], Case]]:
     for dtype in ('float32', 'bfloat16'):
         yield partial(factored_trace, 2, STEPS, (8, LARGE), dtype)
         yield partial(factored_trace, 2, 7, (3, 37), dtype)
+    for dtype in ('float32', 'bfloat16'):
         yield partial(smooth, STEPS, (8, LARGE), dtype)
         yield partial(smooth, 19, (33,), dtype)

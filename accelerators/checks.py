@@ -6,16 +6,19 @@ from typing import Any, NamedTuple
 import jax
 
 from .blocks import block_bytes
-from .cases import Case, as_arrays, floor, implementation, plain_pass, stacked_pass
+from .cases import Case, floor, implementation, plain_formula, redundant
 from .gpu import GPUS, compile_for_gpu
 from .hlo import copies, moved
 from .tpu import TPUS, VMEM, compile_for_tpu
 
-__all__ = ['TARGETS', 'Row', 'check', 'measure']
+__all__ = ['TARGETS', 'Row', 'check', 'faults_of_comparison', 'measure']
 
 TARGETS = (*GPUS, *TPUS)
 MOST = 1.05
 """Times the floor, that a bounded case may move."""
+
+LEAST = 2.0
+"""Times what a kernel moves, that XLA moves for stacked planes."""
 
 RESERVE = 2 * 2**20
 """A program for a TPU with any temporary takes some of this at once; copies show smaller ones."""
@@ -37,6 +40,8 @@ class Row(NamedTuple):
     planes, stacked : int
         The bytes that the plain formula moves, for planes by themselves and in one array; 0 if it
         was not compiled.
+    auto : str
+        What ``backend='auto'`` runs, ``'kernel'`` or, where that moves as few bytes, ``'jax'``.
     faults : tuple of str
         What is wrong.
     """
@@ -52,6 +57,7 @@ class Row(NamedTuple):
     blocks: int = 0
     planes: int = 0
     stacked: int = 0
+    auto: str = ''
     faults: tuple[str, ...] = ()
 
 
@@ -87,19 +93,40 @@ def measure(case: Case, target: str, *, donate: bool = True) -> Row:
     )
     if case.bounded and row.moved > MOST * row.floor:
         faults.append(f'it moves {row.moved} bytes and must move {row.floor}')
-    if case.compared and (kind, case.op) != ('mosaic', 'trace_carry'):  # that takes minutes
-        row = row._replace(planes=_plain(case, target, False), stacked=_plain(case, target, True))
+    if kind in case.compared:
+        row = row._replace(
+            planes=_plain(case, target, False),
+            stacked=_plain(case, target, True),
+            auto='jax' if redundant(case, kind) else 'kernel',
+        )
+        faults += faults_of_comparison(row, kind in case.halved)
     if case.trace:
         faults += _faults_of_trace(case, compiled, kind)
     return row._replace(faults=tuple(faults))
 
 
 def _plain(case: Case, target: str, stacked: bool) -> int:
-    """What XLA moves for the plain formula of a pass over the trace."""
+    """What XLA moves for the plain formula; 0 if there is none."""
+    plain = plain_formula(case, stacked=stacked)
+    if plain is None:
+        return 0
     compile_for = compile_for_gpu if target in GPUS else compile_for_tpu
-    f = stacked_pass if stacked else plain_pass
-    compiled, _ = compile_for(target, f, as_arrays(case.operands, stacked=stacked), case.trace)
-    return moved(compiled.as_text())
+    compiled, _ = compile_for(target, *plain, case.trace)
+    return moved(compiled.as_text(), case.steps)
+
+
+def faults_of_comparison(row: Row, halved: bool) -> list[str]:
+    """Whether a kernel is worth it, and ``auto`` takes it where it is."""
+    as_few = row.planes <= MOST * row.moved
+    if row.auto == 'jax':
+        wrong = f'auto takes plain JAX, which moves {row.planes} bytes, not {row.moved}'
+        return [] if as_few else [wrong]
+    found = []
+    if as_few and row.op in ('trace_step', 'trace_carry'):
+        found.append(f'auto takes it, and plain JAX moves {row.planes} bytes, no more')
+    if halved and 0 < row.stacked < LEAST * row.moved:
+        found.append(f'it moves {row.moved} bytes, and XLA for stacked planes {row.stacked}')
+    return found
 
 
 def _faults_of_trace(case: Case, compiled: Any, kind: str) -> list[str]:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-__all__ = ['GPUS', 'Kernel', 'compile_for_gpu']
+__all__ = ['GPUS', 'Kernel', 'compile_for_gpu', 'launched_on_gpu']
 
 
 class Gpu(NamedTuple):
@@ -89,6 +89,23 @@ def compile_for_gpu(
     target: str, f: Callable[..., Any], operands: Sequence[Any], donated: Sequence[int] = ()
 ) -> tuple[Any, list[Kernel]]:
     """What XLA makes of a function for a GPU, and its kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _compile(target, f, operands, donated, folder), _kernels(Path(folder))
+
+
+def launched_on_gpu(
+    target: str, f: Callable[..., Any], operands: Sequence[Any], donated: Sequence[int] = ()
+) -> tuple[str, str]:
+    """The sequence of thunks that a function launches on a GPU, and its compiled program."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = _compile(target, f, operands, donated, folder)
+        return _thunks(Path(folder)), compiled.as_text()
+
+
+def _compile(
+    target: str, f: Callable[..., Any], operands: Sequence[Any], donated: Sequence[int], folder: str
+) -> Any:
+    """Compile, and dump what comes of it."""
     _assembler()
     mesh = _mesh(target)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -96,9 +113,12 @@ def compile_for_gpu(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tuple(operands)
     )
     traced = jax.jit(f, donate_argnums=tuple(donated)).trace(*placed)
-    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
-        compiled = traced.lower().compile(compiler_options={'xla_dump_to': folder})
-        return compiled, _kernels(Path(folder))
+    with jax.set_mesh(mesh):
+        return traced.lower().compile(compiler_options={'xla_dump_to': folder})
+
+
+def _thunks(folder: Path) -> str:
+    return ''.join(path.read_text() for path in folder.glob('*thunk_sequence.txt'))
 
 
 @cache
@@ -153,8 +173,7 @@ def _assembler() -> Path:
 
 def _kernels(folder: Path) -> list[Kernel]:
     """Assemble what the compiler has dumped."""
-    launched = ''.join(path.read_text() for path in folder.glob('*thunk_sequence.txt'))
-    dynamic = re.findall(r'\]\s+(\w+) grid.*shared_memory: (\d+)', launched)
+    dynamic = re.findall(r'\]\s+(\w+) grid.*shared_memory: (\d+)', _thunks(folder))
     shared = {name: int(size) for name, size in dynamic}
     found = []
     for path in sorted(folder.glob('*.ptx')):

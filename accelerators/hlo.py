@@ -1,5 +1,6 @@
 """What a compiled program does to memory, read off its optimised HLO."""
 
+import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -45,7 +46,7 @@ def _instruction(line: str) -> Instruction:
     results, rest = _balanced(rest)
     opcode, _, rest = rest.partition('(')
     operands, rest = _balanced('(' + rest)
-    calls = re.search(r'(?:calls|to_apply)=%?([\w.-]+)', rest)
+    calls = re.search(r'(?:calls|to_apply|body)=%?([\w.-]+)', rest)
     names = tuple(dict.fromkeys(re.findall(r'%([\w.-]+)', operands)))
     return Instruction(name.lstrip('%'), opcode, results, names, calls and calls[1])
 
@@ -60,39 +61,45 @@ def _balanced(text: str) -> tuple[str, str]:
     return text, ''
 
 
-def sizes(types: str) -> Iterator[int]:
-    """The bytes of each array of a type, or tuple of types, that is in a device's main memory."""
+def sizes(types: str, steps: int = 0) -> Iterator[int]:
+    """The bytes of each array of a type, or tuple of types, that is in a device's main memory.
+
+    With ``steps``, of an array that has so many along its first or second axis only one counts.
+    """
     for name, bits, shape, layout in ARRAY.findall(types):
         if 'S(' not in layout:  # another memory, such as VMEM
-            count = 1
-            for size in filter(None, shape.split(',')):
-                count *= int(size)
-            yield count * (1 if name == 'pred' else int(bits) // 8)
+            axes = [int(size) for size in filter(None, shape.split(','))]
+            if steps in axes[:2]:
+                axes.remove(steps)
+            yield math.prod(axes) * (1 if name == 'pred' else int(bits) // 8)
 
 
-def moved(text: str) -> int:
+def moved(text: str, steps: int = 0) -> int:
     """The bytes that a program reads from main memory and writes to it.
 
     Every instruction reads each of its operands once and writes each of its results once; arrays
-    count without the padding of their layout.
+    count without the padding of their layout. With ``steps``, a loop runs so often and touches, of
+    an array of all steps, one at a time.
     """
-    return _moved(computations(text), 'ENTRY')
+    return _moved(computations(text), 'ENTRY', 0, steps)
 
 
-def _moved(found: dict[str, list[Instruction]], computation: str) -> int:
+def _moved(found: dict[str, list[Instruction]], computation: str, inside: int, steps: int) -> int:
     total, types = 0, {}
     for instruction in found[computation]:
         types[instruction.name] = instruction.results
-        if instruction.opcode in HIDDEN:
+        if instruction.opcode in HIDDEN and not (instruction.opcode == 'while' and steps):
             raise ValueError(f'{instruction.name}: the bytes of a {instruction.opcode} are unknown')
-        if instruction.opcode == 'call':
-            total += _moved(found, instruction.calls or '')
+        if instruction.opcode == 'while':
+            total += steps * _moved(found, instruction.calls or '', steps, steps)
+        elif instruction.opcode == 'call':
+            total += _moved(found, instruction.calls or '', inside, steps)
         elif instruction.opcode not in FREE:
-            written = list(sizes(instruction.results))
+            written = instruction.results
             if instruction.opcode.endswith('-start'):  # (destination, source, context)
-                written = list(sizes(_balanced(instruction.results[1:])[0]))
-            total += sum(written)
-            total += sum(sum(sizes(types[operand])) for operand in instruction.operands)
+                written = _balanced(written[1:])[0]
+            total += sum(sizes(written, inside))
+            total += sum(sum(sizes(types[operand], inside)) for operand in instruction.operands)
     return total
 
 

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from .checks import Row
+from .windows import MOST, WindowRow
 
-__all__ = ['HEADER', 'as_line', 'document']
+__all__ = ['HEADER', 'as_line', 'document', 'window_line']
 
 COMMAND = 'make accelerators'
 HEADER = (
@@ -20,6 +21,7 @@ HEADER = (
     'ratio of blocks',
     'XLA: planes',
     'XLA: stacked',
+    'auto',
 )
 
 PREAMBLE = f"""# The kernels, compiled
@@ -40,9 +42,40 @@ call of a compiled function, and back. Nothing here was run on a GPU or TPU, not
 - *ratio of blocks*: the bytes of the blocks of all cells of the grid, to the same floor. On a GPU
   what is above 1 is for its caches; a TPU fetches a block if the cell before had another.
 - *XLA*: bytes moved by what XLA makes of the plain formula, without a kernel, to the same floor: of
-  planes that are arrays of their own, as `backend='jax'` has them, or stacked in one array. Where
-  planes show 1.00, plain JAX moves as little as the kernel.
+  planes that are arrays of their own, as `backend='jax'` has them, or stacked in one array. Of a
+  loop, every step counts, with one step of the arrays of all steps.
+- *auto*: what `backend='auto'` runs. Where plain JAX moves as few bytes it must run that; where it
+  runs the kernel of `trace_step` or `trace_carry` with 64 examples, or on a GPU of `adjoint_scan`,
+  that must move at most half of what XLA moves for stacked planes. It is not asked of
+  - 8 examples: a TPU has room for them in VMEM, where what XLA keeps between its passes is free.
+    `trace_carry` has only these on TPUs: for more, XLA takes minutes to compile the plain formula;
+  - `adjoint_scan` on TPUs, where XLA too keeps the state of a loop in VMEM, if there are few
+    planes. It then moves as few bytes, but not on each TPU and not for each size, and a program
+    does not know for which of them it is traced: `auto` takes the kernel;
+  - `hidden_jacobian`, where there is nothing to stack.
 """
+
+
+WINDOWS = f"""
+## Launches of a window
+
+What D-RTRL launches for a window after its forward scan: all thunks of the compiled program
+(fusions, kernels, products, copies), with those of a loop as often as it runs. The layer has two
+relations, for its input and for its own spikes; the trace is carried, and the loss is the mean
+square of the spikes. There may be {MOST} per relation, and their number may not depend on that of
+the steps; plain JAX, which loops over the steps, must fail. For comparison, the last but one column
+has a readout in front of the loss, which launches what its own gradient takes.
+
+"""
+WINDOW_HEADER = (
+    'model',
+    'target',
+    'relations',
+    'steps: launches',
+    'per relation',
+    'with a readout',
+    'launched',
+)
 
 
 def as_line(row: Row) -> str:
@@ -60,14 +93,33 @@ def _figures(row: Row) -> list[str]:
         f'{row.moved:,}',
         f'{row.moved / row.floor:.2f}',
         *(f'{n / row.floor:.2f}' if n else '' for n in (row.blocks, row.planes, row.stacked)),
+        row.auto,
     ]
+
+
+def window_line(row: WindowRow) -> str:
+    """A row of the table of launches, or what is wrong with it."""
+    if row.faults:
+        return f'{row.model}, {row.target}: FAILED, {"; ".join(row.faults)}'
+    most = max(len(names) for names in row.launched.values())
+    return _join(
+        [
+            row.model,
+            row.target,
+            str(row.relations),
+            ', '.join(f'{steps}: {len(names)}' for steps, names in row.launched.items()),
+            f'{most / row.relations:.1f}',
+            str(row.with_readout),
+            ', '.join(next(iter(row.launched.values()))),
+        ]
+    )
 
 
 def _join(cells: Sequence[str]) -> str:
     return f'| {" | ".join(cells)} |'
 
 
-def document(rows: Iterable[Row]) -> str:
+def document(rows: Iterable[Row], windows: Iterable[WindowRow]) -> str:
     """The page that the documentation keeps."""
     parts = [PREAMBLE]
     for op, group in groupby(rows, lambda row: row.op):
@@ -76,4 +128,5 @@ def document(rows: Iterable[Row]) -> str:
             lines.append(_join([row.dtype, row.shape, row.target, *_figures(row)]))
             lines[-1] += ''.join(f' **{fault}**' for fault in row.faults)
         parts.append(f'\n## {op}\n\n' + '\n'.join(lines) + '\n')
-    return ''.join(parts)
+    lines = [_join(WINDOW_HEADER), _join(['---'] * len(WINDOW_HEADER)), *map(window_line, windows)]
+    return ''.join([*parts, WINDOWS, '\n'.join(lines), '\n'])

@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ['Goal', 'exponents', 'load', 'main', 'table']
+__all__ = ['Goal', 'exponents', 'load', 'main', 'static_bytes', 'table']
 
 Result = dict[str, Any]
+
+COMPILED = Path(__file__).parents[1] / 'docs' / 'accelerators.md'
+"""What the kernels compile to, as `make accelerators` keeps it."""
+
+TWO_STATES = 'S=2, ', 'lif_expon, '
 
 IDEAL_TIME = {'size': 2, 'batch': 1, 'states': 1, 'steps': 0}
 """Exponents of the time per step: that of the matrix products, and none in the steps."""
@@ -73,6 +78,10 @@ def table(results: Sequence[Result]) -> str:
                 ['bptt', _time(float(np.median(times))), '1.00', '', '', '', '', _size(planned)]
             )
         rows += [_row(r) for r in found]
+        if group == 'kernels':
+            operands, by_target = static_bytes(workload)
+            sizes = ', '.join(f'{target} {_size(size)}' for target, size in by_target.items())
+            rows.append([f'  as compiled for {operands}: {sizes}'])
     wide = [row for row in rows if len(row) > 1]
     widths = [max(len(row[i]) for row in wide if i < len(row)) for i in range(len(rows[0]))]
     lines = []
@@ -91,8 +100,24 @@ def table(results: Sequence[Result]) -> str:
             '  oracle on a small copy in float64. An error of 1 is a gradient that is missing.',
             'peak: growth of a fresh process that runs the program once. temporary: what the',
             "  compiler's memory analysis plans. state: what is carried from call to call.",
+            'as compiled: the bytes that the kernel moves on each accelerator, from',
+            '  docs/accelerators.md; none was at hand, so there is no time of it.',
         ]
     )
+
+
+def static_bytes(op: str, page: Path = COMPILED) -> tuple[str, dict[str, int]]:
+    """The bytes that an op's kernel moves by target, for some operands of two states."""
+    lines = page.read_text('utf-8').split(f'\n## {op}\n', 1)[1].split('\n## ')[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line]
+    _, _, *rows = (dict(zip(cells[0], row, strict=True)) for row in cells)
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        operands = row['operands']
+        if row['type'] == 'float32' and operands.startswith(TWO_STATES) and '(8, 512' in operands:
+            size = int(row['bytes moved'].replace(',', ''))
+            found.setdefault(operands, {})[row['target']] = size
+    return next(iter(found.items()))
 
 
 def _by_workload(results: Sequence[Result]) -> Iterator[tuple[tuple[str, str, int], list[Result]]]:

@@ -79,9 +79,9 @@ def resolve_backend(asked: str, strict: Strict = False) -> Backend:
     """The backend of a learner that is compiled now.
 
     The first that is not ``'auto'`` counts: what the learner asks for, :func:`use_backend`,
-    :func:`set_backend`, the environment's ``BRAINTRACE_FAST_BACKEND``; else it is kernels on
-    accelerators and plain JAX on CPUs. ``BRAINTRACE_FAST_STRICT=1``, or a list of platforms,
-    is the same as ``strict``.
+    :func:`set_backend`, the environment's ``BRAINTRACE_FAST_BACKEND``; else it is plain JAX on
+    CPUs, and on accelerators kernels wherever they move fewer bytes. ``BRAINTRACE_FAST_STRICT=1``,
+    or a list of platforms, is the same as ``strict``.
     """
     platform = jax.default_backend()
     block, block_strict = _in_block.get() or ('auto', False)
@@ -90,7 +90,8 @@ def resolve_backend(asked: str, strict: Strict = False) -> Backend:
     names = [name for name in map(check_backend, asked_in_order) if name != 'auto']
     name = names[0] if names else ('jax' if platform == 'cpu' else 'pallas')
     own = 'interpret' if name == 'interpret' else {'gpu': 'cuda'}.get(platform, platform)
-    return Backend(name, _strict_platforms(strict or block_strict or _strict_environment(), own))
+    platforms = _strict_platforms(strict or block_strict or _strict_environment(), own)
+    return Backend(name, platforms, auto=not names and name == 'pallas')
 
 
 def _strict_environment() -> Strict:

@@ -3,6 +3,9 @@
 An op is a folder with ``reference.py`` and, where there are kernels, ``triton.py`` and
 ``mosaic.py``, or ``blocked.py`` for CPUs; each has a function of the op's name. One traced program
 holds the implementations of all platforms (:func:`jax.lax.platform_dependent`); lowering picks one.
+
+A kernel says by ``supports(...)`` why it cannot take some operands and, where XLA is known to do as
+well, by ``redundant(...)`` why nothing is lost without it: ``make accelerators`` compares the two.
 """
 
 import contextlib
@@ -38,10 +41,13 @@ class Backend(NamedTuple):
         Plain JAX; kernels where there are any; or kernels in Pallas' interpreter.
     strict : frozenset of str
         Platforms on which it is an error if there is no kernel.
+    auto : bool
+        Whether nobody asked for kernels: plain JAX then runs where it moves as few bytes as they.
     """
 
     name: str = 'jax'
     strict: frozenset[str] = frozenset()
+    auto: bool = False
 
 
 PLAIN = Backend()
@@ -111,6 +117,9 @@ def run(
     if backend.name == 'pallas':
         for platform, kind in KERNELS.items():
             reason = bind(_function(op, kind, 'supports'))(*operands)
+            redundant = _function(op, kind, 'redundant')
+            if backend.auto and platform not in backend.strict and redundant is not None:
+                reason = reason or bind(redundant)(*operands)
             _note(op, platform, kind, reason, backend)
             if reason is None:
                 by_platform[platform] = bind(_function(op, kind))
@@ -121,10 +130,10 @@ def run(
 
 
 def _function(op: str, module: str, kind: str = '') -> Any:
-    """An implementation of an op; Pallas is imported with the first kernel."""
+    """What a module of an op says of it, or None; Pallas is imported with the first kernel."""
     folder, _, name = op.partition('.')
     function = f'{kind}_{name}'.strip('_') if kind else name or folder
-    return getattr(importlib.import_module(f'.{folder}.{module}', __package__), function)
+    return getattr(importlib.import_module(f'.{folder}.{module}', __package__), function, None)
 
 
 def _note(op: str, platform: str, kind: str, reason: str | None, backend: Backend) -> None:

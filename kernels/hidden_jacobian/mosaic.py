@@ -14,10 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .._pallas import result, split
 from ..planes import Plane
-from .program import evaluate, kind_of, program_of, reason
+from .program import evaluate, kind_of, program_of, reason, redundant
 from .tiling import as_rows
 
-__all__ = ['hidden_jacobian', 'supports', 'tile_of']
+__all__ = ['hidden_jacobian', 'redundant', 'supports', 'tile_of']
 
 BUFFERS = 8 * 2**20
 """What the blocks of a tile may take, of the 16 MiB of VMEM."""

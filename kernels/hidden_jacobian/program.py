@@ -11,7 +11,7 @@ import numpy as np
 from ..expand import EXPANSIONS
 from . import reference
 
-__all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason']
+__all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason', 'redundant']
 
 COMMON = frozenset(
     """
@@ -116,6 +116,13 @@ def reason(transition: Any, constants: Any, inputs: Sequence[Any], kind: str) ->
     return _unknown(program.jaxpr, program.varshape, KNOWN[kind] | {*EXPANSIONS[kind]})
 
 
+def redundant(transition: Any, constants: Any, inputs: Sequence[Any]) -> str | None:
+    """Why plain JAX moves as few bytes as a kernel, or None."""
+    if len(transition.widths) == 1:
+        return 'XLA moves as few bytes for one state: it takes one pass too'
+    return None
+
+
 def _unknown(jaxpr: Any, varshape: tuple[int, ...], known: frozenset[str] | set[str]) -> str | None:
     """The first equation that tiles cannot be put through, or None."""
     for eqn in _needed(jaxpr):
@@ -144,21 +151,28 @@ def _is_unchanged(eqn: Any, varshape: tuple[int, ...]) -> bool:
 
 
 def evaluate(program: Program, kind: str, tiles: Sequence[Any]) -> list[jax.Array]:
-    """The results of a program for tiles of its operands."""
+    """The results of a program for tiles of its operands; what is bfloat16 is float32 inside."""
     pairs = zip(program.variables, tiles, strict=True)
-    known = {v: tile for variables, tile in pairs for v in variables}
-    return [_traced(value) for value in _evaluate(program.jaxpr, kind, known)]
+    known = {v: _wide(tile) for variables, tile in pairs for v in variables}
+    found = zip(program.jaxpr.outvars, _evaluate(program.jaxpr, kind, known), strict=True)
+    return [_traced(value).astype(v.aval.dtype) for v, value in found]
+
+
+def _wide(value: Any) -> Any:
+    return value.astype(jnp.float32) if value.dtype == jnp.bfloat16 else value
 
 
 def _evaluate(jaxpr: Any, kind: str, known: dict[Any, Any]) -> list[Any]:
     def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, 'val') else known[atom]
+        if hasattr(atom, 'val'):
+            return _wide(np.asarray(atom.val, atom.aval.dtype))
+        return known[atom]
 
     for eqn in _needed(jaxpr):
         operands, inner = [read(atom) for atom in eqn.invars], _inner(eqn)
         if inner is not None:
             variables = (*inner[0].constvars, *inner[0].invars)
-            values = zip(variables, (*inner[1], *operands), strict=True)
+            values = zip(variables, (*map(_wide, inner[1]), *operands), strict=True)
             results = _evaluate(inner[0], kind, dict(values))
         elif all(isinstance(a, np.ndarray) for a in operands):  # of numbers that are known now
             with jax.ensure_compile_time_eval():
@@ -185,7 +199,10 @@ def _apply(
         return list(results) if eqn.primitive.multiple_results else [_single(results)]
     shape = jnp.broadcast_shapes(*map(jnp.shape, operands))
     tiles = [jnp.broadcast_to(a, shape) for a in operands]
-    results = eqn.primitive.bind(*tiles, **eqn.params)
+    params = eqn.params
+    if params.get('new_dtype') == jnp.bfloat16:
+        params = {**params, 'new_dtype': np.dtype('float32')}
+    results = eqn.primitive.bind(*tiles, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

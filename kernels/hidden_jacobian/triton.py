@@ -16,10 +16,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from .._pallas import result, split
 from ..planes import Plane
-from .program import evaluate, kind_of, program_of, reason
+from .program import evaluate, kind_of, program_of, reason, redundant
 from .tiling import as_rows
 
-__all__ = ['hidden_jacobian', 'supports']
+__all__ = ['hidden_jacobian', 'redundant', 'supports']
 
 BLOCK = 128
 WARPS = 4

@@ -14,7 +14,7 @@ from ..outer.operands import reason, run
 from ..planes import Plane
 from . import reference
 
-__all__ = ['supports', 'trace_step']
+__all__ = ['redundant', 'supports', 'trace_step']
 
 
 def supports(
@@ -29,6 +29,22 @@ def supports(
 ) -> str | None:
     """Why there is no kernel for these operands, with whatever seed and flag; or None."""
     return reason(mosaic.supports, rules, x, D, f, trace, signal, window=False)
+
+
+def redundant(
+    rules: Any,
+    x: jax.Array,
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Plane],
+    trace: Sequence[Any],
+    signal: Sequence[Plane] | None = None,
+    seed: Any = None,
+    live: Any = None,
+) -> str | None:
+    """Why plain JAX moves as few bytes as the kernel, or None."""
+    if seed is None and sum(e is not None for e in trace) <= 3:
+        return 'XLA moves as few bytes for up to three planes'
+    return None
 
 
 def trace_step(

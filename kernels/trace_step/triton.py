@@ -3,6 +3,7 @@
 The layouts and the tile are those of :mod:`braintrace_fast.kernels.outer.triton`.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from ..outer.operands import reason, run
 from ..planes import Plane
 from . import reference
 
-__all__ = ['supports', 'trace_step']
+__all__ = ['redundant', 'supports', 'trace_step']
 
 
 def supports(
@@ -29,6 +30,27 @@ def supports(
 ) -> str | None:
     """Why there is no kernel for these operands, with whatever seed and flag; or None."""
     return reason(triton.supports, rules, x, D, f, trace, signal, window=False)
+
+
+def redundant(
+    rules: Any,
+    x: jax.Array,
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Plane],
+    trace: Sequence[Any],
+    signal: Sequence[Plane] | None = None,
+    seed: Any = None,
+    live: Any = None,
+) -> str | None:
+    """Why plain JAX moves as few bytes as the kernel, or None."""
+    batch, planes = math.prod(x.shape[:-1]), sum(e is not None for e in trace)
+    if seed is not None:
+        return None
+    if all(plane is None for plane in signal or ()):
+        return 'XLA moves as few bytes where nothing is read of the old trace'
+    if planes == 1 and (batch == 1 or batch >= 32):
+        return 'XLA moves as few bytes for one plane and a batch of 1, or of 32 and more'
+    return None
 
 
 def trace_step(

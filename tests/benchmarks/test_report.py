@@ -74,6 +74,16 @@ def test_exponents_are_fitted(results):
     np.testing.assert_allclose(fits['batch', 'd_rtrl 256MB'], (0.8, 0.0), atol=1e-9)
 
 
+def test_the_bytes_of_every_kernel_are_in_the_table():
+    for op in bench_kernels.KERNELS:
+        found = {**gradient('reference', 0.4, 'formula'), 'workload': op, 'group': 'kernels'}
+        operands, sizes = report.static_bytes(op)
+        assert '(8, 512' in operands and all(size > 0 for size in sizes.values())
+        assert list(sizes) == ['sm_80', 'sm_90', 'sm_100', 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x']
+        line = f'as compiled for {operands}: sm_80 {sizes["sm_80"] / 1e6:.1f} MB, sm_90 '
+        assert line in report.table([found])
+
+
 def test_every_kernel_with_a_definition_is_in_the_registry():
     folders = {path.parent.name for path in (ROOT / 'kernels').glob('*/reference.py')}
     assert folders == set(bench_kernels.KERNELS)

@@ -9,17 +9,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from accelerators.blocks import block_bytes
 from accelerators.cases import (
+    adjoint_scan,
     all_cases,
     as_arrays,
     floor,
     implementation,
     plain_pass,
     stacked_pass,
+    stacked_walk,
     trace_step,
 )
-from accelerators.checks import TARGETS, Row
+from accelerators.checks import TARGETS, Row, faults_of_comparison
 from accelerators.hlo import copies, moved
 from accelerators.report import as_line, document
+from accelerators.windows import WindowRow, launches
 
 PROGRAM = """HloModule jit_run, is_scheduled=true
 
@@ -57,6 +60,91 @@ def test_the_bytes_of_a_loop_are_refused():
         moved(looping)
 
 
+LOOP = """HloModule jit_run, is_scheduled=true
+
+%body (state: (f32[4], f32[8,4])) -> (f32[4], f32[8,4]) {
+  %state = (f32[4], f32[8,4]) parameter(0)
+  %old = f32[4]{0} get-tuple-element(%state), index=0
+  %all = f32[8,4]{1,0} get-tuple-element(%state), index=1
+  %new = f32[4]{0} fusion(%old, %all), kind=kLoop, calls=%fused
+  ROOT %both = (f32[4], f32[8,4]) tuple(%new, %all)
+}
+
+ENTRY %main.1 (a: f32[4], b: f32[8,4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %b = f32[8,4]{1,0} parameter(1)
+  %start = (f32[4], f32[8,4]) tuple(%a, %b)
+  %end = (f32[4], f32[8,4]) while(%start), condition=%go, body=%body
+  ROOT %last = f32[4]{0} get-tuple-element(%end), index=0
+}
+"""
+
+
+def test_a_loop_touches_one_step_at_a_time():
+    old, step, new = 16, 16, 16
+    assert moved(LOOP, steps=8) == 8 * (old + step + new)
+
+
+THUNKS = """001: kCopy         [source       | next=002 (1)] kCopy
+002: kWhile        [prev=001 (1) | next=005 (1) ]
+condition:
+    003: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    004: kCustomKernel [source | sink] forward grid: [1, 1, 1] threads: [1, 1, 1]
+005: kCustomKernel [prev=002 (1) | next=006 (1) ] adjoint_scan grid: [128, 1, 1]
+006: kCublasLtMatmul [prev=005 (1) | sink ] kCublasLtMatmul
+"""
+BACK = """007: kWhile        [prev=006 (1) | sink ]
+condition:
+    008: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    009: kDynamicSliceFusion [source | sink ] params=1, results=1
+        010: kCopy [source | sink] kCopy
+"""
+
+
+def compiled(*trips):
+    counts = [f'"known_trip_count":{{"n":"{n}"}}' for n in trips]
+    loops = [f'  %w = f32[] while(%s), body=%b, backend_config={{{count}}}' for count in counts]
+    return '\n'.join(['HloModule m', '', 'ENTRY %main (a: f32[]) -> f32[] {', *loops, '}'])
+
+
+def test_what_is_launched_after_the_forward_scan():
+    expected = ['adjoint_scan', 'kCublasLtMatmul']
+    assert list(launches(THUNKS, compiled(64))) == expected
+    back = list(launches(THUNKS + BACK, compiled(64, 3)))
+    assert back == expected + ['loop_compare_fusion', 'kCopy'] * 3
+    with pytest.raises(ValueError, match='no forward scan'):
+        list(launches('001: kCopy [source | sink] kCopy', compiled()))
+
+
+def test_a_window_that_launches_too_much_is_caught():
+    def faults(**thunks):
+        row = {int(k[1:]): list(launches(t, compiled(64, int(k[1:])))) for k, t in thunks.items()}
+        return WindowRow('LIF', 'sm_90', 2, row).faults
+
+    assert faults(_64=THUNKS, _16=THUNKS) == []
+    found = faults(_64=THUNKS + BACK, _16=THUNKS + BACK)
+    assert 'a window of 64 steps launches 130, more than 6 per relation' in found
+    assert 'depend on the number of steps: {64: 130, 16: 34}' in found[-1]
+
+
+@pytest.mark.parametrize(
+    ('auto', 'planes', 'stacked', 'fault'),
+    [
+        ('kernel', 150, 200, None),
+        ('kernel', 150, 199, 'stacked planes 199'),
+        ('kernel', 102, 200, 'plain JAX moves 102 bytes, no more'),
+        ('jax', 102, 150, None),
+        ('jax', 150, 300, 'auto takes plain JAX, which moves 150'),
+    ],
+)
+def test_a_kernel_that_is_not_worth_it_is_caught(auto, planes, stacked, fault):
+    row = Row('trace_step', '', '', 'v5e', moved=100, planes=planes, stacked=stacked, auto=auto)
+    found = faults_of_comparison(row, halved=True)
+    assert found == [] if fault is None else fault in found[0] and len(found) == 1
+
+
 @pytest.mark.parametrize(('kept', 'rows'), [(False, 3), (True, 1)])
 def test_blocks_are_counted_to_the_edge_and_once_while_they_stay(kept, rows):
     def add(x, y, z):
@@ -80,8 +168,9 @@ def test_blocks_are_counted_to_the_edge_and_once_while_they_stay(kept, rows):
 
 
 def test_the_floor_counts_a_trace_read_once_and_written_once():
-    planes, rows, x, read = 2 * 3 * 5 * 7, (4 + 2 + 2) * 3 * 7, 3 * 5, 5 * 7
-    assert floor(trace_step(2, (3, 5, 7), 'float32')) == 4 * (2 * planes + rows + x + read)
+    planes, rows, x, read, live = 2 * 3 * 5 * 7, (4 + 2 + 2) * 3 * 7, 3 * 5, 5 * 7, 1
+    found = floor(trace_step(2, (3, 5, 7), 'float32'))
+    assert found == 4 * (2 * planes + rows + x + read + live)
 
 
 def test_the_plain_formula_is_that_of_the_kernel():
@@ -90,12 +179,25 @@ def test_the_plain_formula_is_that_of_the_kernel():
     operands = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), case.operands)
     planes = [e['weight'] for e in operands[3]]
     (new, read) = plain_pass(*operands[:3], planes, operands[4])
-    wanted, wanted_read = implementation(case, 'reference')(*operands)
+    wanted, wanted_read = implementation(case, 'reference')(*operands[:5], jnp.ones(()))
     for found, e in zip(new, wanted, strict=True):
         np.testing.assert_allclose(found, e['weight'], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(read, wanted_read['weight'], rtol=1e-4, atol=1e-5)
-    stacked = jax.eval_shape(stacked_pass, *as_arrays(case.operands, stacked=True))
+    stacked = jax.eval_shape(stacked_pass, *as_arrays(case.operands[:5]))
     assert stacked[0].shape == (2, 3, 5, 7)
+
+
+def test_the_plain_walk_is_that_of_the_kernel():
+    case = adjoint_scan(2, 3, (2, 5), 'float32')
+    rng = np.random.default_rng(0)
+    operands = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), case.operands)
+    found = implementation(case, 'reference')(*operands)
+    D, f, L, R, c = map(np.array, operands)
+    moved_axes = np.moveaxis(D, 2, 0), *(np.moveaxis(a, 1, 0) for a in (f[0], L, R)), c[0]
+    (nu, P), (w, u) = stacked_walk(*moved_axes)
+    wanted = (found.nu, found.P, found.w[0], np.moveaxis(np.array(found.u[0]), 1, 0))
+    for a, b in zip((nu, P, w, u), map(np.array, wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_every_kernel_has_cases_of_both_types():
@@ -103,6 +205,7 @@ def test_every_kernel_has_cases_of_both_types():
     for op in ('trace_step', 'trace_carry', 'adjoint_scan', 'factored_trace', 'smooth'):
         for dtype in ('float32', 'bfloat16'):
             assert any(name == op and dtype in args for name, args in made), (op, dtype)
+    assert any(name == 'hidden_jacobian' and 'bf16' in args for name, args in made)
     assert {'lif', 'alif_expon', 'gif_expon', 'coba_ei', 'stp', 'gru', 'lstm'} <= {
         make.args[0] for make in all_cases() if make.func.__name__ == 'hidden_jacobian'
     }
@@ -110,7 +213,12 @@ def test_every_kernel_has_cases_of_both_types():
 
 
 def test_a_row_says_what_is_wrong():
-    row = Row('trace_step', 'float32', 'S=2', 'sm_90', 64, 0, 210, 200, 300, 0, 500)
-    assert as_line(row).endswith('| sm_90 | 64 | 0 | 210 | 1.05 | 1.50 |  | 2.50 |')
+    row = Row('trace_step', 'float32', 'S=2', 'sm_90', 64, 0, 210, 200, 300, 0, 500, 'kernel')
+    assert as_line(row).endswith('| sm_90 | 64 | 0 | 210 | 1.05 | 1.50 |  | 2.50 | kernel |')
     assert 'FAILED, it spills' in as_line(row._replace(faults=('it spills',)))
-    assert '| float32 | S=2 | sm_90 | 64 | 0 | 210 | 1.05 | 1.50 |  | 2.50 |' in document([row])
+    window = WindowRow('LIF', 'sm_90', 2, {64: ['a'] * 9, 16: ['a'] * 9}, 16)
+    page = document([row], [window])
+    assert '| float32 | S=2 | sm_90 | 64 | 0 | 210 | 1.05 | 1.50 |  | 2.50 | kernel |' in page
+    assert '| LIF | sm_90 | 2 | 64: 9, 16: 9 | 4.5 | 16 | a, a,' in page
+    slow = window._replace(launched={64: ['a'] * 13})
+    assert 'LIF, sm_90: FAILED, a window of 64 steps launches 13' in document([], [slow])

@@ -1,5 +1,6 @@
 """Which implementation runs: by platform, by what is asked for, and with reasons."""
 
+import functools
 import logging
 
 import jax
@@ -8,11 +9,14 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
+from accelerators.cases import trace_step as trace_case
 from braintrace_fast import config
 from braintrace_fast.kernels import dispatch
 from braintrace_fast.kernels.dispatch import PLAIN, Backend, FallbackError
 from braintrace_fast.kernels.factored_trace import smooth
+from braintrace_fast.kernels.trace_step import trace_step
 from tests.kernel_checks import count_calls, lowered
+from tests.models import MODELS
 
 X, START = jnp.ones((4, 3)), jnp.zeros(3)
 
@@ -76,7 +80,8 @@ def untouched(monkeypatch):
 def test_who_decides(monkeypatch):
     assert config.resolve_backend('auto') == Backend('jax')
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    assert config.resolve_backend('auto') == Backend('pallas')
+    assert config.resolve_backend('auto') == Backend('pallas', auto=True)
+    assert config.resolve_backend('pallas') == Backend('pallas')
     monkeypatch.undo()
     monkeypatch.setenv('BRAINTRACE_FAST_BACKEND', 'interpret')
     assert config.resolve_backend('auto').name == 'interpret'
@@ -115,3 +120,45 @@ def test_unknown_names_list_the_known_ones(monkeypatch):
     monkeypatch.setenv('BRAINTRACE_FAST_BACKEND', 'fast')
     with pytest.raises(ValueError, match="'fast'"):
         config.resolve_backend('auto')
+
+
+def trace_choices(backend, planes, batch=64, signal=True):
+    """What runs a step of a trace, by platform."""
+    case = trace_case(planes, (batch, 3, 5), 'float32', signal=signal)
+    api = functools.partial(trace_step, backend=backend)
+    with dispatch.recording() as choices:
+        jax.eval_shape(case.bind(api), *case.operands)
+    return {choice.platform: choice.implementation for choice in choices}
+
+
+@pytest.mark.parametrize(
+    ('planes', 'options', 'cuda', 'tpu'),
+    [
+        (1, {}, 'jax', 'jax'),
+        (1, {'batch': 8}, 'triton', 'jax'),
+        (2, {}, 'triton', 'jax'),
+        (2, {'signal': False}, 'jax', 'jax'),
+        (4, {}, 'triton', 'mosaic'),
+    ],
+)
+def test_auto_takes_plain_jax_where_it_moves_as_few_bytes(planes, options, cuda, tpu):
+    auto = Backend('pallas', auto=True)
+    assert trace_choices(auto, planes, **options) == {'cuda': cuda, 'tpu': tpu, 'cpu': 'jax'}
+    asked = {'cuda': 'triton', 'tpu': 'mosaic', 'cpu': 'jax'}
+    assert trace_choices(Backend('pallas'), planes, **options) == asked
+    strict = auto._replace(strict=frozenset({'cuda', 'tpu'}))
+    assert trace_choices(strict, planes, **options) == asked
+
+
+@pytest.mark.parametrize(('name', 'by'), [('lif', 'jax'), ('lif_expon', 'triton')])
+def test_auto_differentiates_one_state_in_plain_jax(name, by, monkeypatch):
+    model, inputs = MODELS[name].build(3)
+    learner = btf.compile(model, 'd_rtrl', inputs(0, 1)[0], batch_size=3)
+    assert learner.choices == []  # on a CPU
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    choices = {(c.op, c.platform): c for c in learner.with_backend('auto').choices}
+    assert choices['hidden_jacobian', 'cuda'].implementation == by
+    assert choices['adjoint_scan', 'cuda'].implementation == 'triton'
+    assert choices['trace_carry', 'tpu'].implementation == 'mosaic'
+    if by == 'jax':
+        assert 'as few bytes' in choices['hidden_jacobian', 'cuda'].reason
