@@ -140,17 +140,25 @@ def after(plane: Plane, done: PyTree) -> Plane:
     if plane is None:
         return None
     for leaf in jax.tree.leaves(done):
-        if leaf.size:
-            first = leaf[(0,) * leaf.ndim]
-            plane = lax.platform_dependent(plane, first, cpu=_bound, default=_free)
+        if leaf.size and plane.size:
+            plane = lax.platform_dependent(plane, leaf, cpu=_bound, default=_free)
     return plane
 
 
-def _bound(plane: jax.Array, first: jax.Array) -> jax.Array:
-    return plane + (first > jnp.inf).astype(plane.dtype)  # false for any number
+def _bound(plane: jax.Array, done: jax.Array) -> jax.Array:
+    """Unlike any other reader, a branch reads arrays that are there, not the way to a number."""
+
+    def first(done: jax.Array) -> jax.Array:
+        return done[(0,) * done.ndim].astype(plane.dtype)
+
+    def zero(done: jax.Array) -> jax.Array:
+        return jnp.zeros((), plane.dtype)
+
+    never = plane[(0,) * plane.ndim] > jnp.inf  # which no compiler knows
+    return plane + lax.cond(never, first, zero, done)
 
 
-def _free(plane: jax.Array, first: jax.Array) -> jax.Array:
+def _free(plane: jax.Array, done: jax.Array) -> jax.Array:
     return plane
 
 

@@ -47,3 +47,11 @@ def pytest_runtest_teardown():
     if MAPS.exists() and MAPS.read_bytes().count(b'\n') > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def optimized():
+    """What users run: the memory of a program depends on how XLA fuses it."""
+    jax.config.update('jax_disable_most_optimizations', False)
+    yield
+    jax.config.update('jax_disable_most_optimizations', True)

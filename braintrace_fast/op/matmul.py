@@ -17,7 +17,7 @@ from .primitive import TraceRules, Weights, register_primitive
 __all__ = ['matmul', 'matmul_p', 'outer_total']
 
 BLOCK = 16
-"""How many examples are added up at a time when a trace is read."""
+"""How many examples are added up at a time, at most, when a trace is read."""
 
 
 def _forward(
@@ -94,7 +94,8 @@ def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
     """The same for CPUs, a few examples at a time.
 
     XLA takes over a hundred times as long there for a product that it sums over its first axis, and
-    five times as long for a dot.
+    five times as long for a dot. Of few examples it may compute the traces a second time, from
+    those before, which then cannot be overwritten; it does not for a loop, nor for a whole block.
     """
     num, total = len(planes), jnp.zeros(traces.shape[1:], jnp.result_type(planes, traces))
 
@@ -102,12 +103,13 @@ def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
         block = [lax.dynamic_slice_in_dim(a, first, size) for a in (planes, traces)]
         return sum((p * e for p, e in zip(*block, strict=True)), total)
 
-    blocks, rest = divmod(num, BLOCK)
+    size = BLOCK if num >= BLOCK else max(num // 2, 1)
+    blocks, rest = divmod(num, size)
     if blocks == 1:
-        total = add_block(total, 0, BLOCK)
-    elif blocks:
-        total = lax.fori_loop(0, blocks, lambda i, t: add_block(t, i * BLOCK, BLOCK), total)
-    return add_block(total, blocks * BLOCK, rest) if rest else total
+        total = add_block(total, 0, size)
+    else:
+        total = lax.fori_loop(0, blocks, lambda i, t: add_block(t, i * size, size), total)
+    return add_block(total, blocks * size, rest) if rest else total
 
 
 matmul_p = register_primitive(

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..compiler import ETraceGraph, HiddenParamOpRelation
 from ..compiler.transition import Plane
@@ -273,8 +274,10 @@ class FactorizedEngine:
         """``xhat`` after the last step of a window."""
         if x is None or start is None:
             return None
-        weights = self.decay_x ** jnp.arange(len(x) - 1, -1, -1, dtype=start.dtype)
-        recent = jnp.tensordot(weights, x.astype(start.dtype), 1, precision='highest')
+        weights = self.decay_x ** np.arange(len(x) - 1, -1, -1)
+        recent = jnp.tensordot(
+            jnp.asarray(weights, start.dtype), x.astype(start.dtype), 1, precision='highest'
+        )
         return self.decay_x ** len(x) * start + recent
 
     def trace_of(self, trace: Trace, relations: list[int]) -> tuple[dict, dict]:

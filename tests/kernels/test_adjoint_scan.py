@@ -43,16 +43,23 @@ def factors(draw):
     D = scale * rng.normal(size=(size, size, *shape)) * present[:, :, None, None, None]
     D *= rng.random(D.shape) < 0.8  # resets
     f = rng.normal(size=(size, *shape)) * reached[:, None, None, None]
+    fixed = draw(st.booleans())
+    if fixed:  # but for the first f
+        D[:], f[1:] = D[:, :, :1], f[1:, :1]
+    kept = slice(0, 1 if fixed else None)
     L, R = rng.normal(size=(2, size, *shape))
     R *= bypass[:, None, None, None]
     x = rng.normal(size=(steps, BATCH, INPUTS))
     start = rng.normal(size=(size, BATCH, INPUTS, SIZE))
     planes = dict(
         D=[
-            [jnp.asarray(D[s, q]) if present[s, q] else None for q in range(size)]
+            [jnp.asarray(D[s, q, kept]) if present[s, q] else None for q in range(size)]
             for s in range(size)
         ],
-        f=[jnp.asarray(f[s]) if reached[s] else None for s in range(size)],
+        f=[
+            jnp.asarray(f[s, kept if s else slice(None)]) if reached[s] else None
+            for s in range(size)
+        ],
         L=list(map(jnp.asarray, L)),
         R=[jnp.asarray(R[q]) if bypass[q] else None for q in range(size)],
     )
@@ -71,8 +78,8 @@ def recurrence(D, f, L, R, x, start):
 
 
 @settings(max_examples=30)
-@given(factors())
-def test_a_window_is_the_recurrence(x64, case):
+@given(factors(), st.booleans())
+def test_a_window_is_the_recurrence(x64, case, overwrite):
     dense, planes = case
     trace, gradient = recurrence(**dense)
     found = adjoint_scan(planes['D'], [planes['f']], planes['L'], planes['R'], carry=True)
@@ -81,7 +88,8 @@ def test_a_window_is_the_recurrence(x64, case):
     if found.w[0] is not None:
         total = total + np.einsum('tbi,tbo->io', dense['x'], np.asarray(found.w[0]))
     old = [{'weight': e} for e in start]
-    new, read = trace_carry(RULES, x, found.P, found.u[0], old, found.nu)
+    options = dict(overwrite=overwrite)
+    new, read = trace_carry(RULES, x, found.P, found.u[0], old, found.nu, **options)
     for s, e in enumerate(new):
         np.testing.assert_allclose(e['weight'], trace[s], rtol=1e-9, atol=1e-9)
     if read is not None:
@@ -95,7 +103,11 @@ def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
     dense, planes = case
     start = dense['start'][:, :, 0]
     found = factored_trace(planes['D'], planes['f'], list(map(jnp.asarray, start)), decay)
-    xhat = smooth(jnp.asarray(dense['x']), jnp.zeros((BATCH, INPUTS)), decay)
+    xs, zero = jnp.asarray(dense['x']), jnp.zeros((BATCH, INPUTS))
+    xhat = smooth(xs, zero, decay)
+    np.testing.assert_allclose(
+        smooth(xs, zero, decay, reverse=True), smooth(xs[::-1], zero, decay)[::-1], rtol=1e-12
+    )
     fhat, x = start, np.zeros((BATCH, INPUTS))
     for t in range(dense['x'].shape[0]):
         past = np.einsum('sqbo,qbo->sbo', dense['D'][:, :, t], fhat)
@@ -109,6 +121,10 @@ def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
 def test_planes_of_two_shapes_are_refused():
     with pytest.raises(ValueError, match='of one shape'):
         adjoint_scan([[jnp.ones((3, 2))]], [[jnp.ones((3, 4))]])
+    with pytest.raises(ValueError, match='of one shape'):
+        adjoint_scan([[jnp.ones((3, 2))]], [[jnp.ones((2, 2))]])
+    with pytest.raises(ValueError, match='of one shape'):
+        factored_trace([[jnp.ones((3, 2))]], [jnp.ones((3, 1))], [jnp.ones(2)], 0.5)
     with pytest.raises(ValueError, match='L has 2 planes, expected 1'):
         adjoint_scan([[jnp.ones((3, 2))]], [[jnp.ones((3, 2))]], [None, None])
     with pytest.raises(ValueError, match='u has 2 planes'):

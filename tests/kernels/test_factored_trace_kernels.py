@@ -71,6 +71,14 @@ def test_a_kernel_is_the_reference(kernel, case):
 
 
 @KERNELS
+def test_a_plane_that_is_the_same_in_all_steps_is_given_once(kernel):
+    D, f, start = factors(2, 5, (3, 7), density=1.0)
+    D[1][0] = D[1][0][:1]
+    assert kernel.supports(D, f, start, DECAY) is None
+    check(kernel, 'factored_trace', D, f, start)
+
+
+@KERNELS
 @pytest.mark.parametrize(
     ('shape', 'dtype'), [((), 'float32'), ((5,), 'bfloat16'), ((2, 3, 5), 'bfloat16')], ids=str
 )
@@ -79,6 +87,9 @@ def test_smoothing_is_the_reference(kernel, shape, dtype):
     start = jnp.ones(shape)
     assert kernel.supports_smooth(x, start, DECAY) is None
     check(kernel, 'smooth', x, start)
+    back = kernel.smooth(x, start, DECAY, reverse=True, interpret=True)
+    forth = kernel.smooth(x[::-1], start, DECAY, interpret=True)
+    np.testing.assert_array_equal(back, forth[::-1])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from braintrace_fast.op import ETPPrimitive, element_wise, matmul, register_primitive
+from braintrace_fast.op.matmul import outer_total
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -257,3 +258,13 @@ def test_an_op_of_weights_alone_sums_extra_axes_of_the_cotangent() -> None:
         None, jnp.ones((7, 5, 3)), {'weight': jnp.arange(3.0)}, leading_axes=2
     )
     np.testing.assert_array_equal(found['weight'], [0.0, 70.0, 140.0])
+
+
+@pytest.mark.parametrize('sizes', [(3, 5), (3, 20), (20, 3), (1, 1)], ids=str)
+def test_the_sum_of_outer_products_whichever_operand_is_narrow(sizes) -> None:
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(4, 2, size)), jnp.float32) for size in sizes)
+    expected = np.einsum('tbi,tbo->io', x, y)
+    np.testing.assert_allclose(jax.jit(outer_total)(x, y), expected, rtol=1e-5, atol=1e-5)
+    mapped = jax.vmap(outer_total)(x, y)
+    np.testing.assert_allclose(mapped.sum(0), expected, rtol=1e-5, atol=1e-5)

@@ -104,3 +104,26 @@ def test_states_are_read_and_written():
     np.testing.assert_allclose(ys, expected, rtol=1e-5)
     np.testing.assert_allclose(total, expected.sum(0) / 2, rtol=1e-5)
     np.testing.assert_allclose(last, state.value, rtol=1e-5)
+
+
+def test_a_state_is_kept_once_for_two_steps():
+    """What the rest reads of a step is in its old and its new state: the product is not kept."""
+
+    def body(carry, x):
+        h, w = carry
+        product = x @ w
+        new = 0.5 * h + product
+        return (new, w), (new * h, jnp.sin(new)), ()
+
+    check_same(body, (jnp.ones((3, 4)), W), XS)
+    jaxpr = jax.make_jaxpr(lambda xs: loop(body, (jnp.ones((3, 4)), W), xs))(XS)
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan')
+    kept = [v.aval.shape for v in scan.outvars if v.aval.ndim == 3]
+    assert kept == [(len(XS) + 1, 3, 4)]
+
+
+def test_what_does_not_move_is_given_once():
+    still = brainstate.ShortTermState(jnp.arange(2.0))
+    (fixed, moving), _ = StatefulLoop(lambda x: ((2 * still.value, x), ()), (XS,))((XS,))
+    np.testing.assert_array_equal(fixed, [[0.0, 2.0]])
+    np.testing.assert_array_equal(moving, XS)

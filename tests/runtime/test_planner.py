@@ -50,12 +50,7 @@ MODELS = {
 RULES = {'d_rtrl': {}, 'pp_prop': {'decay_or_rank': 0.9}}
 
 
-@pytest.fixture(autouse=True)
-def optimized():
-    """What users run: the memory of a program depends on how XLA fuses it."""
-    jax.config.update('jax_disable_most_optimizations', False)
-    yield
-    jax.config.update('jax_disable_most_optimizations', True)
+pytestmark = pytest.mark.usefixtures('optimized')
 
 
 def new_learner(model='two planes', rule='d_rtrl', **options):
