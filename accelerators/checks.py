@@ -135,7 +135,8 @@ def _faults_of_trace(case: Case, compiled: Any, kind: str) -> list[str]:
     largest = max(planes, key=lambda plane: plane.size)
     size = largest.size * largest.dtype.itemsize
     memory = compiled.memory_analysis()
-    found = [f'it copies {n} bytes' for n in copies(compiled.as_text()) if n >= size]
+    least = max(size, 8)  # a single number may be the flag of the trace
+    found = [f'it copies {n} bytes' for n in copies(compiled.as_text()) if n >= least]
     if memory.temp_size_in_bytes >= (size if kind == 'triton' else max(RESERVE, _tiled(largest))):
         found.append(f'it takes {memory.temp_size_in_bytes} bytes beside a trace of {size}')
     total = sum(plane.size * plane.dtype.itemsize for plane in planes)

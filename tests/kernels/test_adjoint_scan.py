@@ -1,8 +1,9 @@
-"""``adjoint_scan`` and ``trace_carry`` against the step recurrence, in numpy and float64."""
+"""``adjoint_scan``, ``trace_carry`` and ``trace_step`` against the step recurrence in float64."""
 
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.factored_trace import factored_trace, smooth
 from braintrace_fast.kernels.trace_carry import trace_carry
+from braintrace_fast.kernels.trace_step import trace_step
 from braintrace_fast.op.matmul import matmul_p
 
 PARAMS = dict(has_bias=False, precision=None)
@@ -94,6 +96,26 @@ def test_a_window_is_the_recurrence(x64, case, overwrite):
         np.testing.assert_allclose(e['weight'], trace[s], rtol=1e-9, atol=1e-9)
     if read is not None:
         total = total + np.asarray(read['weight'])
+    np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
+
+
+step = jax.jit(functools.partial(trace_step, RULES))
+
+
+@settings(max_examples=10)
+@given(factors())
+def test_steps_are_the_recurrence(x64, case):
+    dense, planes = case
+    trace, gradient = recurrence(**dense)
+    e, total = [{'weight': jnp.asarray(plane)} for plane in dense['start']], 0.0
+    for t, x in enumerate(dense['x']):
+        D, f = jax.tree.map(lambda a, t=t: a[t], (planes['D'], planes['f']))
+        signal = np.einsum('sbo,sqbo->qbo', dense['L'][:, t], dense['D'][:, :, t])
+        new, read = step(jnp.asarray(x), D, f, e, list(jnp.asarray(signal + dense['R'][:, t])))
+        total = total + read['weight']
+        e = [{'weight': 0 * e[s]['weight']} if n is None else n for s, n in enumerate(new)]
+    for plane, expected in zip(e, trace, strict=True):
+        np.testing.assert_allclose(plane['weight'], expected, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
 
 

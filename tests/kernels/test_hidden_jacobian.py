@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from braintrace_fast.compiler import compile_etrace_graph
@@ -190,6 +191,26 @@ def test_a_wrong_derivative_is_caught():
     found = triton.hidden_jacobian(Leaky(scale=1.001), *operands, interpret=True)
     with pytest.raises(AssertionError):
         assert_same(found, reference.hidden_jacobian(Leaky(), *operands))
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+def test_a_tile_that_is_left_out_is_caught(kernel, monkeypatch):
+    case = Leaky(), *Leaky.operands((3, 600))
+    monkeypatch.setattr(pl, 'cdiv', lambda a, b: max(1, a // b))
+    with pytest.raises(AssertionError):
+        assert_same(kernel.hidden_jacobian(*case, interpret=True), reference.hidden_jacobian(*case))
+
+
+@pytest.mark.parametrize(
+    ('platform', 'name', 'value'),
+    [('cuda', 'BLOCK', 96), ('tpu', 'tile_of', lambda *sizes: (12, 100))],
+    ids=['cuda', 'tpu'],
+)
+def test_a_bad_tile_does_not_lower(platform, name, value, monkeypatch):
+    monkeypatch.setattr(KERNELS[platform], name, value)
+    run = functools.partial(KERNELS[platform].hidden_jacobian, Leaky())
+    with pytest.raises(Exception, match=r'power of 2|divisible by'):
+        lowered(run, *Leaky.operands((64, 512)), platform=platform)
 
 
 def test_a_column_is_not_taken_for_a_row():
