@@ -97,17 +97,14 @@ def walk(
     """
     leaves, tree = jax.tree.flatten(xs)
     steps = max(map(len, leaves))
-    moving = [len(leaf) == steps for leaf in leaves]
+    fixed = {k: leaf[0] for k, leaf in enumerate(leaves) if len(leaf) < steps}
+    moving = {k: leaf for k, leaf in enumerate(leaves) if k not in fixed}
 
-    def step(state: PyTree, now: list[jax.Array]) -> tuple[PyTree, PyTree]:
-        rest = iter(now)
-        values = [
-            next(rest) if moves else leaf[0] for leaf, moves in zip(leaves, moving, strict=True)
-        ]
-        return body(state, jax.tree.unflatten(tree, values))
+    def step(state: PyTree, now: dict[int, jax.Array]) -> tuple[PyTree, PyTree]:
+        values = fixed | now
+        return body(state, jax.tree.unflatten(tree, [values[k] for k in range(len(leaves))]))
 
-    along = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
-    return lax.scan(step, start, along, reverse=reverse)
+    return lax.scan(step, start, moving, reverse=reverse)
 
 
 def update_order(pattern: Sequence[Sequence[bool]]) -> list[int]:

@@ -5,7 +5,12 @@
     g_t       = xhat_t (x) fhat_t[s] L_t[s] / b_t  +  x_t (x) (c_t - f_t[s] L_t[s])
 
 with the bias correction ``b_t = 1 - a_f^(n+1)`` after ``n`` steps. The second product holds the
-paths of the step that pass no hidden state.
+paths of the step that pass no hidden state. Over a window, with ``s_t = fhat_t[s] L_t[s] / b_t``,
+
+    sum_t xhat_t (x) s_t = sum_t x_t (x) back_t + xhat_0 (x) a_x back_1
+    back_t               = a_x back_{t+1} + s_t
+
+so both products are one, and inputs are not smoothed.
 """
 
 from collections.abc import Mapping, Sequence
