@@ -1,16 +1,16 @@
 """``factored_trace`` and ``smooth`` as scans that a kernel can run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
 import jax
 
 from ..planes import Plane
-from ..scan.window import Scan
+from ..scan.window import Scan, mixed
 from .reference import recurrence, smoothing
 
-__all__ = ['as_scan', 'fixed', 'smooth_as_scan']
+__all__ = ['as_scan', 'entry_points', 'smooth_as_scan']
 
 
 def as_scan(
@@ -27,8 +27,48 @@ def smooth_as_scan(x: jax.Array, start: jax.Array, decay: float, reverse: bool) 
     return Scan('smooth', body, start, x, start.dtype, final=False, reverse=reverse)
 
 
-def fixed(decay: Any) -> str | None:
+def _fixed(decay: Any) -> str | None:
     """Why a decay that is computed has no kernel."""
     if isinstance(decay, Real):
         return None
     return f'the decay is of {type(decay).__name__}, and kernels take it as a number'
+
+
+def entry_points(platform: Any) -> tuple[Callable[..., Any], ...]:
+    """``supports``, ``factored_trace``, ``supports_smooth`` and ``smooth`` on a platform."""
+
+    def supports(
+        D: Sequence[Sequence[Plane]], f: Sequence[Plane], start: Sequence[jax.Array], decay: float
+    ) -> str | None:
+        """Why there is no kernel of ``factored_trace`` for these operands, or None."""
+        return _fixed(decay) or mixed(start) or platform.supports(as_scan(D, f, start, decay))
+
+    def factored_trace(
+        D: Sequence[Sequence[Plane]],
+        f: Sequence[Plane],
+        start: Sequence[jax.Array],
+        decay: float,
+        *,
+        interpret: Any = False,
+    ) -> tuple[jax.Array, ...]:
+        """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
+        return platform.run(as_scan(D, f, start, decay), interpret=interpret)[1]
+
+    def supports_smooth(
+        x: jax.Array, start: jax.Array, decay: float, reverse: bool = False
+    ) -> str | None:
+        """Why there is no kernel of ``smooth`` for these operands, or None."""
+        return _fixed(decay) or platform.supports(smooth_as_scan(x, start, decay, reverse))
+
+    def smooth(
+        x: jax.Array,
+        start: jax.Array,
+        decay: float,
+        reverse: bool = False,
+        *,
+        interpret: Any = False,
+    ) -> jax.Array:
+        """See :func:`braintrace_fast.kernels.factored_trace.smooth`."""
+        return platform.run(smooth_as_scan(x, start, decay, reverse), interpret=interpret)[1]
+
+    return supports, factored_trace, supports_smooth, smooth

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from ..planes import Plane
 from ..rounding import keys
 
-__all__ = ['Operands', 'Pass', 'PlaneRules', 'as_pass', 'dot', 'reason', 'run']
+__all__ = ['Operands', 'Pass', 'PlaneRules', 'as_pass', 'dot', 'entry_points', 'reason', 'run']
 
 FLOATS = (jnp.dtype('float32'), jnp.dtype('bfloat16'))
 
@@ -221,6 +222,43 @@ def run(
     if weight_read is not None:
         read = read | {'weight': weight_read}
     return tuple(new), read
+
+
+def entry_points(
+    platform: Any, plain: Callable[..., Any], window: bool
+) -> tuple[Callable[..., str | None], Callable[..., tuple[tuple[Any, ...], Any]]]:
+    """``supports`` and the op itself on a platform, for the op that ``plain`` defines."""
+
+    def supports(
+        rules: Any,
+        x: Any,
+        decay: Sequence[Sequence[Plane]],
+        fresh: Sequence[Plane],
+        trace: Sequence[Any],
+        signal: Sequence[Plane] | None = None,
+        seed: Any = None,
+        live: Any = None,
+    ) -> str | None:
+        """Why there is no kernel for these operands, with whatever seed and flag; or None."""
+        return reason(platform.supports, rules, x, decay, fresh, trace, signal, window)
+
+    def op(
+        rules: Any,
+        x: Any,
+        decay: Sequence[Sequence[Plane]],
+        fresh: Sequence[Plane],
+        trace: Sequence[Any],
+        signal: Sequence[Plane] | None = None,
+        seed: Any = None,
+        live: Any = None,
+        *,
+        interpret: Any = False,
+    ) -> tuple[tuple[Any, ...], Any]:
+        """What ``plain`` gives; with a ``seed``, bfloat16 is rounded stochastically."""
+        launch = partial(platform.launch, name=plain.__name__, interpret=interpret)
+        return run(launch, plain, x, decay, fresh, trace, signal, seed, live, window)
+
+    return supports, op
 
 
 def dot(x: jax.Array, u: jax.Array) -> jax.Array:

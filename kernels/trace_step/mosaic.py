@@ -4,31 +4,18 @@ The layouts and the tile are those of :mod:`braintrace_fast.kernels.outer.mosaic
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 
 from ..outer import mosaic
-from ..outer.operands import reason, run
+from ..outer.operands import entry_points
 from ..planes import Plane
 from . import reference
 
 __all__ = ['redundant', 'supports', 'trace_step']
 
-
-def supports(
-    rules: Any,
-    x: jax.Array | None,
-    D: Sequence[Sequence[Plane]],
-    f: Sequence[Plane],
-    trace: Sequence[Any],
-    signal: Sequence[Plane] | None = None,
-    seed: Any = None,
-    live: Any = None,
-) -> str | None:
-    """Why there is no kernel for these operands, with whatever seed and flag; or None."""
-    return reason(mosaic.supports, rules, x, D, f, trace, signal, window=False)
+supports, trace_step = entry_points(mosaic, reference.trace_step, window=False)
 
 
 def redundant(
@@ -45,23 +32,3 @@ def redundant(
     if seed is None and sum(e is not None for e in trace) <= 3:
         return 'XLA moves as few bytes for up to three planes'
     return None
-
-
-def trace_step(
-    rules: Any,
-    x: jax.Array,
-    D: Sequence[Sequence[Plane]],
-    f: Sequence[Plane],
-    trace: Sequence[Any],
-    signal: Sequence[Plane] | None = None,
-    seed: Any = None,
-    live: Any = None,
-    *,
-    interpret: Any = False,
-) -> tuple[tuple[Any, ...], Any]:
-    """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
-
-    With a ``seed``, planes of bfloat16 are rounded stochastically.
-    """
-    launch = partial(mosaic.launch, name='trace_step', interpret=interpret)
-    return run(launch, reference.trace_step, x, D, f, trace, signal, seed, live, window=False)

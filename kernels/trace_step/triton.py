@@ -5,31 +5,18 @@ The layouts and the tile are those of :mod:`braintrace_fast.kernels.outer.triton
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 
 from ..outer import triton
-from ..outer.operands import reason, run
+from ..outer.operands import entry_points
 from ..planes import Plane
 from . import reference
 
 __all__ = ['redundant', 'supports', 'trace_step']
 
-
-def supports(
-    rules: Any,
-    x: jax.Array | None,
-    D: Sequence[Sequence[Plane]],
-    f: Sequence[Plane],
-    trace: Sequence[Any],
-    signal: Sequence[Plane] | None = None,
-    seed: Any = None,
-    live: Any = None,
-) -> str | None:
-    """Why there is no kernel for these operands, with whatever seed and flag; or None."""
-    return reason(triton.supports, rules, x, D, f, trace, signal, window=False)
+supports, trace_step = entry_points(triton, reference.trace_step, window=False)
 
 
 def redundant(
@@ -51,23 +38,3 @@ def redundant(
     if planes == 1 and (batch == 1 or batch >= 32):
         return 'XLA moves as few bytes for one plane and a batch of 1, or of 32 and more'
     return None
-
-
-def trace_step(
-    rules: Any,
-    x: jax.Array,
-    D: Sequence[Sequence[Plane]],
-    f: Sequence[Plane],
-    trace: Sequence[Any],
-    signal: Sequence[Plane] | None = None,
-    seed: Any = None,
-    live: Any = None,
-    *,
-    interpret: bool = False,
-) -> tuple[tuple[Any, ...], Any]:
-    """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
-
-    With a ``seed``, planes of bfloat16 are rounded stochastically.
-    """
-    launch = partial(triton.launch, name='trace_step', interpret=interpret)
-    return run(launch, reference.trace_step, x, D, f, trace, signal, seed, live, window=False)

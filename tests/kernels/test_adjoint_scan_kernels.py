@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan, mosaic, reference, triton
+from braintrace_fast.kernels.adjoint_scan.operands import as_scan
 from braintrace_fast.kernels.scan import mosaic as mosaic_scan
 from braintrace_fast.kernels.scan import triton as triton_scan
 from tests.kernel_checks import assert_close, count_calls, exact, lowered
@@ -94,7 +95,7 @@ def test_what_a_step_says_of_an_op_is_added(kernel):
 def test_what_no_result_needs_is_not_read():
     D, f, L, R = planes(2, 3, (4,))
     D[1] = [None, None]  # the second state forgets: its signal reaches no earlier step
-    window = triton_scan.window(triton.as_scan(D, f, L, R, False))
+    window = triton_scan.window(as_scan(D, f, L, R, False))
     read = {id(plane) for plane in window.xs}
     assert id(L[1]) not in read
     assert {id(p) for p in (*D[0], *f[0], L[0], *R)} == read
@@ -108,7 +109,7 @@ def test_what_no_result_needs_is_not_read():
 def test_the_state_outlives_a_chunk(monkeypatch, capfd, shape, steps, at_once, dtype):
     monkeypatch.setattr(mosaic_scan, 'REGISTERS', 1)
     operands = planes(1, steps, shape, dtype=dtype)
-    window = mosaic_scan.window(mosaic.as_scan(*operands, True))
+    window = mosaic_scan.window(as_scan(*operands, True))
     tile = mosaic_scan.choose_tile(window)._replace(steps=at_once)
     monkeypatch.setattr(mosaic_scan, 'BUFFERS', mosaic_scan.chunk_bytes(window, tile))
     assert mosaic_scan.choose_tile(window) == tile
@@ -235,7 +236,7 @@ def test_a_kernel_says_what_it_does_not_take(kernel):
 def test_a_chunk_fits_into_memory(size, dtype, shape):
     plane = jax.ShapeDtypeStruct((10_000, *shape), dtype)
     operands = [[plane] * size] * size, [[plane] * size] * 4, [plane] * size, [plane] * size
-    window = mosaic_scan.window(mosaic.as_scan(*operands, True))
+    window = mosaic_scan.window(as_scan(*operands, True))
     tile = mosaic_scan.choose_tile(window)
     assert mosaic_scan.vmem_bytes(window, tile) < 14 * 2**20
     assert 4 * mosaic_scan.vmem_bytes(window, tile) > mosaic_scan.BUFFERS

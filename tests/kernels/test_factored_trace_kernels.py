@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from braintrace_fast.kernels.factored_trace import mosaic, reference, triton
+from braintrace_fast.kernels.factored_trace.operands import as_scan
 from braintrace_fast.kernels.scan import mosaic as mosaic_scan
 from braintrace_fast.kernels.scan import triton as triton_scan
 from tests.kernel_checks import assert_close, count_calls, exact, lowered
@@ -98,7 +99,7 @@ def test_smoothing_is_the_reference(kernel, shape, dtype):
 def test_the_state_outlives_a_chunk(monkeypatch, capfd, shape, steps, at_once):
     monkeypatch.setattr(mosaic_scan, 'REGISTERS', 1)
     operands = factors(1, steps, shape, density=1.0)
-    window = mosaic_scan.window(mosaic.as_scan(*operands, DECAY))
+    window = mosaic_scan.window(as_scan(*operands, DECAY))
     tile = mosaic_scan.choose_tile(window)._replace(steps=at_once)
     monkeypatch.setattr(mosaic_scan, 'BUFFERS', mosaic_scan.chunk_bytes(window, tile))
     assert mosaic_scan.choose_tile(window) == tile
