@@ -39,7 +39,7 @@ class EligibilityTrace(brainstate.ShortTermState):
 class Engine(Protocol):
     """How a learning rule carries its trace, and what gradient it reads off."""
 
-    def init(self, factors: Any) -> Any:
+    def init(self) -> Any:
         """A zero trace."""
 
     def advance(self, entry: Entry, factors: Any, params: Values, step: jax.Array) -> Any:
@@ -299,11 +299,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return choices
 
     def init_etrace_state(self, *args: Any) -> None:
-        """Make a zero trace for inputs like these."""
-        runner = self.graph_executor.runner
-        values = self.graph_executor.values()
-        *_, factors = jax.eval_shape(lambda: runner.run(single_step(args), *values))
-        self.trace = EligibilityTrace(self.engine.init(factors))
+        """Make a zero trace, for inputs like those that the model was compiled for."""
+        self.trace = EligibilityTrace(self.engine.init())
         self.trace_is_live = brainstate.ShortTermState(_scalar(np.bool_))
 
     @property

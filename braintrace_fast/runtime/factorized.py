@@ -31,10 +31,10 @@ from .factors import (
     Factors,
     Signals,
     Values,
-    first_step,
     group_plane,
     sum_leading,
     sum_middle,
+    x_shape,
 )
 from .gradient import GradientSum
 from .materialized import bypasses
@@ -85,9 +85,12 @@ class FactorizedEngine:
                 "vjp_method='single-step', or D_RTRL."
             )
 
-    def init(self, factors: Factors) -> Trace:
-        """A zero trace, from factors or their shapes."""
-        xs = tuple(None if x is None else jnp.zeros(x.shape, _inexact(x)) for x in factors.x)
+    def init(self) -> Trace:
+        """A zero trace."""
+        xs = tuple(
+            None if x is None else jnp.zeros(x.shape, _inexact(x))
+            for x in map(x_shape, self.relations)
+        )
         fs = tuple(
             tuple(
                 (zeros_like(group_plane(group)),) * group.num_state
@@ -198,7 +201,7 @@ class FactorizedEngine:
 
         As :meth:`MaterializedEngine.window`.
         """
-        xs, fs = self.init(first_step(factors)) if entry is None else _entered(entry)
+        xs, fs = self.init() if entry is None else _entered(entry)
         smoothed = [
             [
                 factored_trace(factors.D[group.index], f, start, self.decay_f, backend=self.backend)

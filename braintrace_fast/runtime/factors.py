@@ -214,9 +214,11 @@ def stacked(tree: PyTree, steps: int) -> PyTree:
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (steps, *a.shape[1:])), tree)
 
 
-def first_step(factors: Factors) -> Factors:
-    """The shapes of the factors of one step, from those of a window."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), factors)
+def x_shape(relation: HiddenParamOpRelation) -> jax.ShapeDtypeStruct | None:
+    """The shape and type of an op's input; None for an op of weights alone."""
+    if relation.x_var is None:
+        return None
+    return jax.ShapeDtypeStruct(relation.x_var.aval.shape, relation.x_var.aval.dtype)
 
 
 def split_planes(value: jax.Array, width: int) -> list[jax.Array]:

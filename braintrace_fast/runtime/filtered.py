@@ -49,9 +49,9 @@ class FilteredEngine:
         self.kappa = kappa
         self.engine = MaterializedEngine(graph, trace_dtype, filtered=True, backend=backend)
 
-    def init(self, factors: Factors) -> Trace:
-        """A zero trace, from factors or their shapes."""
-        return self.engine.init(factors)
+    def init(self) -> Trace:
+        """A zero trace."""
+        return self.engine.init()
 
     def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The traces after a step."""

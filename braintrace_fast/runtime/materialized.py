@@ -22,7 +22,7 @@ from ..kernels.planes import Plane, add, read_trace, times
 from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
 from ..op import TraceRules
-from .factors import Entry, Factors, Signals, Values, group_plane, sum_middle
+from .factors import Entry, Factors, Signals, Values, group_plane, sum_middle, x_shape
 from .gradient import GradientSum, slopes_of
 
 __all__ = ['MaterializedEngine']
@@ -90,14 +90,14 @@ class MaterializedEngine:
                     'with all steps in one window.'
                 )
 
-    def init(self, factors: Factors) -> Trace:
-        """A zero trace, from factors or their shapes."""
+    def init(self) -> Trace:
+        """A zero trace."""
 
         def zeros(r: int, group: HiddenGroup) -> Any:
             relation = self.relations[r]
             plane = group_plane(group)
             outer = functools.partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
-            shapes = jax.eval_shape(outer, factors.x[r], plane)
+            shapes = jax.eval_shape(outer, x_shape(relation), plane)
             return jax.tree.map(lambda a: jnp.zeros(a.shape, self.trace_dtype or a.dtype), shapes)
 
         return tuple(
