@@ -148,7 +148,7 @@ def _kernel(w: Window, tile: Tile, reverse: bool, refs: tuple[Any, ...]) -> None
 
     @pl.when(chunk == last)
     def _() -> None:
-        for ref, value in zip(final, state if final else [], strict=True):
+        for ref, value in zip(final, state[: w.final], strict=True):
             ref[...] = value.astype(ref.dtype)
 
 

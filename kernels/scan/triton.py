@@ -102,5 +102,5 @@ def _kernel(w: Window, tile: Tile, reverse: bool, refs: tuple[Any, ...]) -> None
     turns, rest = divmod(w.steps, tile.unroll)
     state = lax.fori_loop(0, turns, lambda i, s: turn(i * tile.unroll, s, tile.unroll), state)
     state = turn(jnp.full((), turns * tile.unroll), state, rest)
-    for ref, value in zip(final, state if final else [], strict=True):
+    for ref, value in zip(final, state[: w.final], strict=True):
         store(ref, value)

@@ -53,13 +53,14 @@ class Window(NamedTuple):
     shape : tuple of int
         The positions: what follows the leading axis.
     starts : list
-        The state before the first step: arrays of ``shape``, or a number for all positions.
+        The state before the first step: arrays of ``shape``, or a number for all positions. What
+        the body reads and is the same in all steps is state too, which does not change.
     xs : list of array
         What the body reads per step, of shape ``(steps, *shape)``, without what no result needs.
     dtype : dtype
         That of the results.
     final, ys : int
-        How many results there are: states after the last step, and values per step.
+        How many results there are: the first states after the last step, and values per step.
     body : callable
         From lists of tiles, state and ``xs``, to such lists, state and ``ys``.
     unflatten : callable
@@ -92,10 +93,6 @@ def window(scan: Scan) -> Window:
     starts, state_tree = tree.flatten(scan.init)
     leaves, step_tree = tree.flatten(scan.xs)
     steps, *shape = longest(leaves).shape
-    leaves = [
-        leaf if leaf.shape[0] == steps else jnp.broadcast_to(leaf, (steps, *shape))
-        for leaf in leaves
-    ]
 
     def flat(state: list[Any], step: list[Any]) -> tuple[Any, Any]:
         new, y = scan.body(tree.unflatten(state_tree, state), tree.unflatten(step_tree, step))
@@ -106,24 +103,37 @@ def window(scan: Scan) -> Window:
     jaxpr, (_, y) = jax.make_jaxpr(flat, return_shape=True)(*tiles)
     used = _used(jaxpr.jaxpr)[len(starts) :]
     used[0] |= not any(used)  # a kernel must have an operand
+    held = [leaf.shape[0] < steps for leaf in leaves]
     final = scan.init if scan.final else None
 
     def body(state: list[Any], step: list[Any]) -> tuple[list[Any], list[Any]]:
-        read = iter(step)
-        new, y = flat(state, [next(read) if u else jnp.zeros_like(state[0]) for u in used])
-        return new, tree.leaves(y)
+        own, rest, read = state[: len(starts)], iter(state[len(starts) :]), iter(step)
+        values = [
+            next(rest if h else read) if u else jnp.zeros_like(state[0])
+            for u, h in zip(used, held, strict=True)
+        ]
+        new, y = flat(own, values)
+        return [*new, *state[len(starts) :]], tree.leaves(y)
 
+    needed = [(leaf, h) for leaf, u, h in zip(leaves, used, held, strict=True) if u]
     return Window(
         steps,
         tuple(shape),
-        starts,
-        [leaf for leaf, u in zip(leaves, used, strict=True) if u],
+        [*starts, *(_only(leaf) for leaf, h in needed if h)],
+        [leaf for leaf, h in needed if not h],
         jnp.dtype(scan.dtype),
         len(tree.leaves(final)),
         len(tree.leaves(y)),
         body,
         partial(tree.unflatten, tree.structure((final, y))),
     )
+
+
+def _only(leaf: Any) -> Any:
+    """The only step of an array, or its shape."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return leaf[0]
 
 
 def longest(leaves: Sequence[Any]) -> Any:

@@ -66,6 +66,14 @@ CASES = {
 
 
 @KERNELS
+@pytest.mark.parametrize('shape', [(3, 5), (7,)], ids=str)
+def test_a_plane_that_is_the_same_in_all_steps_is_given_once(kernel, shape):
+    D, f, L, R = planes(size=2, steps=5, shape=shape, density=0.8, seed=8)
+    D[0][-1], f[0][0] = D[0][-1][:1], None if f[0][0] is None else f[0][0][:1]
+    check(kernel, D, f, L, R, carry=True)
+
+
+@KERNELS
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
 def test_a_kernel_is_the_reference(kernel, case):
     # The interpreter pads operands with NaN and starts results as NaN.
