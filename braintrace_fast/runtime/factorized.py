@@ -198,13 +198,24 @@ class FactorizedEngine:
             else smooth(x, start, self.decay_x, backend=self.backend)
             for x, start in zip(factors.x, xs, strict=True)
         ]
-        smoothed_f = [
-            [
-                factored_trace(factors.D[group.index], f, start, self.decay_f, backend=self.backend)
-                for group, f, start in zip(relation.hidden_groups, factors.f[r], fs[r], strict=True)
+        smoothed_f: list[list[Any]] = [list(own) for own in fs]
+        for group in self.graph.hidden_groups:
+            feeding = [
+                (r, place)
+                for r, relation in enumerate(self.relations)
+                for place, reached in enumerate(relation.hidden_groups)
+                if reached.index == group.index
             ]
-            for r, relation in enumerate(self.relations)
-        ]
+            if feeding:
+                found = factored_trace(
+                    factors.D[group.index],
+                    [factors.f[r][place] for r, place in feeding],
+                    [fs[r][place] for r, place in feeding],
+                    self.decay_f,
+                    backend=self.backend,
+                )
+                for (r, place), planes in zip(feeding, found, strict=True):
+                    smoothed_f[r][place] = planes
         if total is not None and signals is not None:
             for r in range(len(self.relations)):
                 self._add_window(

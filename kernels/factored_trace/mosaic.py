@@ -17,7 +17,10 @@ __all__ = ['factored_trace', 'smooth', 'supports', 'supports_smooth']
 
 
 def supports(
-    D: Sequence[Sequence[Plane]], f: Sequence[Plane], start: Sequence[jax.Array], decay: float
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Sequence[Plane]],
+    start: Sequence[Sequence[jax.Array]],
+    decay: float,
 ) -> str | None:
     """Why there is no kernel of ``factored_trace`` for these operands, or None."""
     return fixed(decay) or mixed(start) or mosaic.supports(as_scan(D, f, start, decay))
@@ -30,12 +33,12 @@ def supports_smooth(x: jax.Array, start: jax.Array, decay: float) -> str | None:
 
 def factored_trace(
     D: Sequence[Sequence[Plane]],
-    f: Sequence[Plane],
-    start: Sequence[jax.Array],
+    f: Sequence[Sequence[Plane]],
+    start: Sequence[Sequence[jax.Array]],
     decay: float,
     *,
     interpret: Any = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[jax.Array, ...], ...]:
     """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
     return mosaic.run(as_scan(D, f, start, decay), interpret=interpret)[1]
 

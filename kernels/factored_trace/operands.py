@@ -14,11 +14,14 @@ __all__ = ['as_scan', 'fixed', 'smooth_as_scan']
 
 
 def as_scan(
-    D: Sequence[Sequence[Plane]], f: Sequence[Plane], start: Sequence[jax.Array], decay: float
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Sequence[Plane]],
+    start: Sequence[Sequence[jax.Array]],
+    decay: float,
 ) -> Scan:
     """The forward walk of ``fhat``."""
-    body, init = recurrence(float(decay)), tuple(start)
-    return Scan('factored_trace', body, init, (D, f), start[0].dtype, final=False)
+    body, init = recurrence(float(decay)), tuple(map(tuple, start))
+    return Scan('factored_trace', body, init, (D, f), start[0][0].dtype, final=False)
 
 
 def smooth_as_scan(x: jax.Array, start: jax.Array, decay: float) -> Scan:

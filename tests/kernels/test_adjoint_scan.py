@@ -116,7 +116,9 @@ def test_steps_are_the_recurrence(x64, case):
 def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
     dense, planes = case
     start = dense['start'][:, :, 0]
-    found = factored_trace(planes['D'], planes['f'], list(map(jnp.asarray, start)), decay)
+    starts = list(map(jnp.asarray, start))
+    found, same = factored_trace(planes['D'], [planes['f']] * 2, [starts] * 2, decay)
+    assert all(bool(jnp.all(a == b)) for a, b in zip(found, same, strict=True))
     xhat = smooth(jnp.asarray(dense['x']), jnp.zeros((BATCH, INPUTS)), decay)
     fhat, x = start, np.zeros((BATCH, INPUTS))
     for t in range(dense['x'].shape[0]):
@@ -136,6 +138,6 @@ def test_planes_of_two_shapes_are_refused():
     with pytest.raises(ValueError, match='u has 2 planes'):
         trace_carry(RULES, jnp.ones((3, 2)), [[None]], [None, None], [None])
     with pytest.raises(ValueError, match='D has 2 planes'):
-        factored_trace([[None]] * 2, [None], [jnp.ones(2)], 0.5)
+        factored_trace([[None]] * 2, [[None]], [[jnp.ones(2)]], 0.5)
     with pytest.raises(ValueError, match='x has shape'):
         smooth(jnp.ones((3, 2)), jnp.ones(3), 0.5)
