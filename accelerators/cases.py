@@ -359,7 +359,7 @@ def factored_trace(size: int, steps: int, shape: tuple[int, ...], dtype: str) ->
         'factored_trace',
         dtype,
         f'S={size}, K={steps}, {shape}',
-        (planes(size, size), planes(size), start(size)),
+        (planes(size, size), planes(1, size), start(1, size)),
         lambda function: partial(function, decay=0.9),
     )
 

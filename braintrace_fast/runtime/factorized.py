@@ -32,6 +32,7 @@ from .factors import (
     Signals,
     Values,
     group_plane,
+    places_of,
     sum_leading,
     sum_middle,
     x_shape,
@@ -202,13 +203,19 @@ class FactorizedEngine:
         As :meth:`MaterializedEngine.window`.
         """
         xs, fs = self.init() if entry is None else _entered(entry)
-        smoothed = [
-            [
-                factored_trace(factors.D[group.index], f, start, self.decay_f, backend=self.backend)
-                for group, f, start in zip(relation.hidden_groups, factors.f[r], fs[r], strict=True)
-            ]
-            for r, relation in enumerate(self.relations)
-        ]
+        smoothed: list[list[Any]] = [list(own) for own in fs]
+        for group in self.graph.hidden_groups:
+            feeding = places_of(self.relations, group)
+            if feeding:
+                found = factored_trace(
+                    factors.D[group.index],
+                    [factors.f[r][place] for r, place in feeding],
+                    [fs[r][place] for r, place in feeding],
+                    self.decay_f,
+                    backend=self.backend,
+                )
+                for (r, place), planes in zip(feeding, found, strict=True):
+                    smoothed[r][place] = planes
         if total is not None and signals is not None:
             for r, (x_start, f_start) in enumerate(zip(xs, fs, strict=True)):
                 start = None if entry is None else x_start

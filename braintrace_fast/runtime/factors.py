@@ -214,6 +214,18 @@ def stacked(tree: PyTree, steps: int) -> PyTree:
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (steps, *a.shape[1:])), tree)
 
 
+def places_of(
+    relations: Sequence[HiddenParamOpRelation], group: HiddenGroup
+) -> list[tuple[int, int]]:
+    """The relations that reach a group, each with the group's place among those that it reaches."""
+    return [
+        (r, place)
+        for r, relation in enumerate(relations)
+        for place, reached in enumerate(relation.hidden_groups)
+        if reached.index == group.index
+    ]
+
+
 def x_shape(relation: HiddenParamOpRelation) -> jax.ShapeDtypeStruct | None:
     """The shape and type of an op's input; None for an op of weights alone."""
     if relation.x_var is None:

@@ -22,7 +22,7 @@ from ..kernels.planes import Plane, add, read_trace, times
 from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
 from ..op import TraceRules
-from .factors import Entry, Factors, Signals, Values, group_plane, sum_middle, x_shape
+from .factors import Entry, Factors, Signals, Values, group_plane, places_of, sum_middle, x_shape
 from .gradient import GradientSum, slopes_of
 
 __all__ = ['MaterializedEngine']
@@ -205,12 +205,7 @@ class MaterializedEngine:
         left: list[Plane] = [] if signals is None else list(signals.c)  # in no walk so far
         new: list[list[Any]] = [[None] * len(r.hidden_groups) for r in self.relations]
         for group in self.graph.hidden_groups:
-            feeding = [
-                (r, place)
-                for r, relation in enumerate(self.relations)
-                for place, reached in enumerate(relation.hidden_groups)
-                if reached.index == group.index
-            ]
+            feeding = places_of(self.relations, group)
             if not feeding:
                 continue
             own: list[Plane] = [None] * len(feeding)

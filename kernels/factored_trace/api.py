@@ -58,23 +58,23 @@ def smooth(
 
 def factored_trace(
     D: Sequence[Sequence[Plane]],
-    f: Sequence[Plane],
-    start: Sequence[jax.Array],
+    f: Sequence[Sequence[Plane]],
+    start: Sequence[Sequence[jax.Array]],
     decay: float,
     *,
     backend: Backend = PLAIN,
-) -> tuple[jax.Array, ...]:
-    """``fhat_t[s] = decay sum_q D_t[s][q] fhat_{t-1}[q] + (1 - decay) f_t[s]`` for K steps.
+) -> tuple[tuple[jax.Array, ...], ...]:
+    """``fhat_t[s] = decay sum_q D_t[s][q] fhat_{t-1}[q] + (1 - decay) f_t[s]`` for K steps, per op.
 
     Parameters
     ----------
     D : sequence of sequence of array or None
         ``D[s][q]``, of shape ``(K, *varshape)``, or ``(1, *varshape)`` where it is the same in all
         steps; None where it is structurally zero.
-    f : sequence of array or None
-        ``f[s]``, likewise. One plane at least must have K steps.
-    start : sequence of array
-        ``fhat_0[s]``, of shape ``varshape``.
+    f : sequence of sequence of array or None
+        Per op that reaches the group, ``f[s]``, likewise. One plane at least must have K steps.
+    start : sequence of sequence of array
+        Per op, ``fhat_0[s]``, of shape ``varshape``.
     decay : float
         How much is kept from step to step.
     backend : Backend
@@ -82,10 +82,11 @@ def factored_trace(
 
     Returns
     -------
-    tuple of array
-        ``fhat_1[s] .. fhat_K[s]``, each of shape ``(K, *varshape)``.
+    tuple of tuple of array
+        Per op, ``fhat_1[s] .. fhat_K[s]``, each of shape ``(K, *varshape)``.
     """
-    check_planes('factored_trace', len(start), D=D, f=f)
+    for planes, begin in zip(f, start, strict=True):
+        check_planes('factored_trace', len(begin), D=D, f=planes)
     check_shapes('factored_trace', (D, f))
 
     def bind(function: Any) -> Any:

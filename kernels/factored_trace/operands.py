@@ -14,11 +14,14 @@ __all__ = ['as_scan', 'entry_points', 'smooth_as_scan']
 
 
 def as_scan(
-    D: Sequence[Sequence[Plane]], f: Sequence[Plane], start: Sequence[jax.Array], decay: float
+    D: Sequence[Sequence[Plane]],
+    f: Sequence[Sequence[Plane]],
+    start: Sequence[Sequence[jax.Array]],
+    decay: float,
 ) -> Scan:
     """The forward walk of ``fhat``."""
-    body, init = recurrence(float(decay)), tuple(start)
-    return Scan('factored_trace', body, init, (D, f), start[0].dtype, final=False)
+    body, init = recurrence(float(decay)), tuple(map(tuple, start))
+    return Scan('factored_trace', body, init, (D, f), start[0][0].dtype, final=False)
 
 
 def smooth_as_scan(x: jax.Array, start: jax.Array, decay: float, reverse: bool) -> Scan:
@@ -38,19 +41,22 @@ def entry_points(platform: Any) -> tuple[Callable[..., Any], ...]:
     """``supports``, ``factored_trace``, ``supports_smooth`` and ``smooth`` on a platform."""
 
     def supports(
-        D: Sequence[Sequence[Plane]], f: Sequence[Plane], start: Sequence[jax.Array], decay: float
+        D: Sequence[Sequence[Plane]],
+        f: Sequence[Sequence[Plane]],
+        start: Sequence[Sequence[jax.Array]],
+        decay: float,
     ) -> str | None:
         """Why there is no kernel of ``factored_trace`` for these operands, or None."""
         return _fixed(decay) or mixed(start) or platform.supports(as_scan(D, f, start, decay))
 
     def factored_trace(
         D: Sequence[Sequence[Plane]],
-        f: Sequence[Plane],
-        start: Sequence[jax.Array],
+        f: Sequence[Sequence[Plane]],
+        start: Sequence[Sequence[jax.Array]],
         decay: float,
         *,
         interpret: Any = False,
-    ) -> tuple[jax.Array, ...]:
+    ) -> tuple[tuple[jax.Array, ...], ...]:
         """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
         return platform.run(as_scan(D, f, start, decay), interpret=interpret)[1]
 

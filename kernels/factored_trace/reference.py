@@ -19,12 +19,12 @@ def smooth(x: jax.Array, start: jax.Array, decay: float, reverse: bool = False) 
 
 def factored_trace(
     D: Sequence[Sequence[Plane]],
-    f: Sequence[Plane],
-    start: Sequence[jax.Array],
+    f: Sequence[Sequence[Plane]],
+    start: Sequence[Sequence[jax.Array]],
     decay: float,
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[jax.Array, ...], ...]:
     """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
-    return walk(recurrence(decay), tuple(start), (D, f))[1]
+    return walk(recurrence(decay), tuple(map(tuple, start)), (D, f))[1]
 
 
 def smoothing(decay: float) -> Callable[[Any, Any], Any]:
@@ -42,6 +42,10 @@ def recurrence(decay: float) -> Callable[[Any, Any], Any]:
 
     def body(old: Any, step: Any) -> Any:
         D, f = step
+        new = tuple(advanced(D, *op) for op in zip(f, old, strict=True))
+        return new, new
+
+    def advanced(D: Any, f: Any, old: Any) -> tuple[jax.Array, ...]:
         new = []
         for s, row in enumerate(D):
             past, now = add(map(times, row, old)), f[s]
@@ -52,6 +56,6 @@ def recurrence(decay: float) -> Callable[[Any, Any], Any]:
                 ]
             )
             new.append(jnp.zeros_like(old[s]) if total is None else total)
-        return tuple(new), tuple(new)
+        return tuple(new)
 
     return body

@@ -8,6 +8,7 @@ import pytest
 import saiunit as u
 
 import braintrace_fast as btf
+from braintrace_fast.runtime import factorized, materialized
 from tests.kernel_checks import absent, count_calls, lowered
 from tests.models import MODELS
 
@@ -95,28 +96,48 @@ def test_steps_agree(name):
     assert_same(run(learner.with_backend('interpret')), run(learner))
 
 
+def module_of(learner, xs, platform):
+    """The gradient over a sequence, lowered."""
+
+    def run(xs):
+        loss = lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)  # noqa: E731
+        return learner.etrace_grad(xs, step_fn=loss)
+
+    function = brainstate.transform.StatefulFunction(run, return_only_write=False)
+    with absent(platform):
+        function.make_jaxpr(xs)
+    values = [state.value for state in function.get_state_trace(xs).states]
+    return lowered(function.jaxpr_call, values, xs, platform=platform)
+
+
 @pytest.mark.parametrize('platform', ['cuda', 'tpu'])
 @pytest.mark.parametrize('rule', OPS)
 def test_the_kernels_are_in_what_is_lowered(rule, platform):
     learner, xs = new_learner('lif_expon', rule, backend='pallas')
     plain = learner.with_backend('jax')
-
-    def module_of(learner):
-        def run(xs):
-            loss = lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)  # noqa: E731
-            return learner.etrace_grad(xs, step_fn=loss)
-
-        function = brainstate.transform.StatefulFunction(run, return_only_write=False)
-        with absent(platform):
-            function.make_jaxpr(xs)
-        values = [state.value for state in function.get_state_trace(xs).states]
-        return lowered(function.jaxpr_call, values, xs, platform=platform)
-
-    text = module_of(learner)
+    text = module_of(learner, xs, platform)
     assert count_calls(text, platform) >= len(OPS[rule])
     for op in OPS[rule]:
         assert op.split('.')[-1] in text
-    assert count_calls(module_of(plain), platform) == 0
+    assert count_calls(module_of(plain, xs, platform), platform) == 0
+
+
+@pytest.mark.parametrize(
+    ('rule', 'engine', 'walk'),
+    [('d_rtrl', materialized, 'adjoint_scan'), ('pp_prop', factorized, 'factored_trace')],
+)
+def test_a_window_is_walked_once_per_group(rule, engine, walk, monkeypatch):
+    learner, _ = new_learner('gru', rule, backend='pallas')
+    assert len(learner.graph.hidden_param_op_relations) > len(learner.graph.hidden_groups) == 1
+    run, calls = getattr(engine, walk), []
+
+    def counted(*operands, **options):
+        calls.append(walk)
+        return run(*operands, **options)
+
+    monkeypatch.setattr(engine, walk, counted)
+    learner.with_backend('pallas')  # which looks at a window
+    assert calls == [walk]
 
 
 def test_the_report_says_what_runs_where():

@@ -124,7 +124,9 @@ def test_steps_are_the_recurrence(x64, case):
 def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
     dense, planes = case
     start = dense['start'][:, :, 0]
-    found = factored_trace(planes['D'], planes['f'], list(map(jnp.asarray, start)), decay)
+    starts = list(map(jnp.asarray, start))
+    found, same = factored_trace(planes['D'], [planes['f']] * 2, [starts] * 2, decay)
+    assert all(bool(jnp.all(a == b)) for a, b in zip(found, same, strict=True))
     xs, zero = jnp.asarray(dense['x']), jnp.zeros((BATCH, INPUTS))
     xhat = smooth(xs, zero, decay)
     np.testing.assert_allclose(
@@ -146,12 +148,12 @@ def test_planes_of_two_shapes_are_refused():
     with pytest.raises(ValueError, match='of one shape'):
         adjoint_scan([[jnp.ones((3, 2))]], [[jnp.ones((2, 2))]])
     with pytest.raises(ValueError, match='of one shape'):
-        factored_trace([[jnp.ones((3, 2))]], [jnp.ones((3, 1))], [jnp.ones(2)], 0.5)
+        factored_trace([[jnp.ones((3, 2))]], [[jnp.ones((3, 1))]], [[jnp.ones(2)]], 0.5)
     with pytest.raises(ValueError, match='L has 2 planes, expected 1'):
         adjoint_scan([[jnp.ones((3, 2))]], [[jnp.ones((3, 2))]], [None, None])
     with pytest.raises(ValueError, match='u has 2 planes'):
         trace_carry(RULES, jnp.ones((3, 2)), [[None]], [None, None], [None])
     with pytest.raises(ValueError, match='D has 2 planes'):
-        factored_trace([[None]] * 2, [None], [jnp.ones(2)], 0.5)
+        factored_trace([[None]] * 2, [[None]], [[jnp.ones(2)]], 0.5)
     with pytest.raises(ValueError, match='x has shape'):
         smooth(jnp.ones((3, 2)), jnp.ones(3), 0.5)

@@ -22,7 +22,7 @@ PLATFORMS = pytest.mark.parametrize(
 DECAY = 0.9
 
 
-def factors(size, steps, shape, density=0.6, dtype='float32', seed=0):
+def factors(size, steps, shape, density=0.6, dtype='float32', seed=0, ops=1):
     """Random ``D, f, start``; some planes of ``D`` and ``f`` are absent."""
     rng = np.random.default_rng(seed)
 
@@ -34,9 +34,8 @@ def factors(size, steps, shape, density=0.6, dtype='float32', seed=0):
         return value if rng.random() < density else None
 
     D = [[perhaps() for _ in range(size)] for _ in range(size)]
-    f = [perhaps() for _ in range(size)]
-    f[0] = plane(steps, *shape)
-    return D, f, [plane(*shape) for _ in range(size)]
+    f = [[plane(steps, *shape), *(perhaps() for _ in range(size - 1))] for _ in range(ops)]
+    return D, f, [[plane(*shape) for _ in range(size)] for _ in range(ops)]
 
 
 def check(kernel, name, *operands, interpret=True):
@@ -54,7 +53,7 @@ def _short_turns(monkeypatch):
 CASES = {
     'one neuron': dict(size=1, steps=1, shape=(1,)),
     'no batch': dict(size=2, steps=11, shape=(37,), seed=1),
-    'batch 1': dict(size=3, steps=4, shape=(1, 3), density=0.4, seed=2),
+    'batch 1': dict(size=3, steps=4, shape=(1, 3), density=0.4, seed=2, ops=2),
     'two axes of neurons': dict(size=2, steps=3, shape=(2, 3, 5), seed=3),
     'no axis': dict(size=2, steps=9, shape=(), seed=4),
     'bfloat16': dict(size=2, steps=9, shape=(3, 33), dtype='bfloat16', seed=5),
@@ -84,7 +83,7 @@ def test_a_plane_that_is_the_same_in_all_steps_is_given_once(kernel):
     ('shape', 'dtype'), [((), 'float32'), ((5,), 'bfloat16'), ((2, 3, 5), 'bfloat16')], ids=str
 )
 def test_smoothing_is_the_reference(kernel, shape, dtype):
-    x = factors(1, 9, shape, dtype=dtype)[1][0]  # the trace may be wider than the input
+    x = factors(1, 9, shape, dtype=dtype)[1][0][0]  # the trace may be wider than the input
     start = jnp.ones(shape)
     assert kernel.supports_smooth(x, start, DECAY) is None
     check(kernel, 'smooth', x, start)
@@ -123,7 +122,7 @@ def test_a_kernel_lowers(kernel, platform, case):
 
     def both(D, f, start):
         hat = kernel.factored_trace(D, f, start, DECAY)
-        return hat, kernel.smooth(f[0], start[0], DECAY)
+        return hat, kernel.smooth(f[0][0], start[0][0], DECAY)
 
     assert count_calls(lowered(both, D, f, start, platform=platform), platform) == 2
 
@@ -135,7 +134,7 @@ def test_a_kernel_batches_inside_a_scan(kernel, platform):
     def windows(run, D, f, start):
         def body(start, _):
             hat = jax.vmap(partial(run, decay=DECAY))(D, f, start)
-            return [plane[:, -1] for plane in hat], hat
+            return jax.tree.map(lambda plane: plane[:, -1], [list(op) for op in hat]), hat
 
         return jax.lax.scan(body, start, length=2)
 
@@ -150,11 +149,11 @@ def test_a_kernel_batches_inside_a_scan(kernel, platform):
 def test_a_kernel_says_what_it_does_not_take(kernel):
     plane, start = jax.ShapeDtypeStruct((2, 3), 'float32'), jax.ShapeDtypeStruct((3,), 'float32')
     narrow = jax.ShapeDtypeStruct((3,), 'bfloat16')
-    assert 'number' in kernel.supports([[plane]], [plane], [start], jnp.float32(0.5))
+    assert 'number' in kernel.supports([[plane]], [[plane]], [[start]], jnp.float32(0.5))
     assert 'number' in kernel.supports_smooth(plane, start, jnp.float32(0.5))
-    assert 'nothing' in kernel.supports([[None]], [None], [start], DECAY)
+    assert 'nothing' in kernel.supports([[None]], [[None]], [[start]], DECAY)
     assert 'bfloat16 and float32' in kernel.supports(
-        [[plane, None]] * 2, [plane] * 2, [start, narrow], DECAY
+        [[plane, None]] * 2, [[plane] * 2], [[start, narrow]], DECAY
     )
     assert 'int32' in kernel.supports_smooth(jax.ShapeDtypeStruct((2, 3), 'int32'), start, DECAY)
     assert 'empty' in kernel.supports_smooth(jax.ShapeDtypeStruct((0, 3), 'float32'), start, DECAY)

@@ -36,7 +36,7 @@ def adjoint(run, **options):
     return lambda D, f, L: run([[D]], [[f]], [L], None, True, **options)
 
 def hat(run, **options):
-    return lambda D, f, start: run([[D]], [f], [start], 0.9, **options)
+    return lambda D, f, start: run([[D]], [[f]], [[start]], 0.9, **options)
 
 kernels = [adjoint(kernel.adjoint_scan, interpret=True) for kernel in (triton, mosaic)]
 check(adjoint(reference.adjoint_scan), kernels, D, f, L)
