@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import hashlib
@@ -28,6 +30,7 @@ for name, rule, options in (
 """
 
 
+@pytest.mark.slow
 def test_two_processes_with_different_hash_seeds_give_the_same_bits():
     processes = [
         subprocess.Popen(

@@ -50,6 +50,7 @@ TABLE = {
     'both': 'lif_expon gif_expon hidden_group_state',
     'modulator': 'gru lstm gif_expon two_layers drop_connect plain_readout output_reads_y',
 }
+LARGE = 'gif_expon', 'two_layers'  # which take long to compile
 every_rule = pytest.mark.parametrize('rule', RULES)
 
 
@@ -112,7 +113,12 @@ def truth(learned, case, rule, steps=slice(None)):
 
 
 @pytest.mark.parametrize(
-    ('rule', 'name'), [(rule, name) for rule, names in TABLE.items() for name in names.split()]
+    ('rule', 'name'),
+    [
+        pytest.param(rule, name, marks=pytest.mark.slow if name in LARGE else ())
+        for rule, names in TABLE.items()
+        for name in names.split()
+    ],
 )
 def test_steps_and_windows_give_the_gradient_of_the_recurrence(rule, name, x64):
     case = MODELS[name]
@@ -145,7 +151,7 @@ def test_pieces_of_a_sequence(case, rule, x64):
         check(fresh, truth(learned, case, rule), rtol=1e-10)
 
 
-@models('vanilla', 'lstm', 'gif_expon')
+@models('vanilla', 'lstm', 'lif_expon')
 def test_calls_without_a_gradient_advance_the_filter(case, x64):
     learned = learning(case, 'filter')
     begin(learned)
