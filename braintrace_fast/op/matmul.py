@@ -4,6 +4,7 @@ Per position, ``d y[o] / d weight[i, o] = x[i]`` and ``d y[o] / d bias[o] = 1``;
 weight is ``(..., I, O)``, that of the bias ``(..., O)``.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,16 +43,26 @@ def _weight_vjp(
 
 
 def outer_total(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
-    """``sum x[i] y[o]`` over all axes but the last, with options of ``lax.dot_general``.
+    """``sum x[i] y[o]`` over all axes but the last, with options of ``lax.dot_general``."""
+    on_cpu = functools.partial(_narrow_first, **options)
+    return lax.platform_dependent(x, y, cpu=on_cpu, default=functools.partial(_total, **options))
 
-    On a CPU, XLA is up to ten times as fast if a narrow operand comes first, and transposes no
-    operand if there is one axis to sum over.
+
+def _total(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
+    leading = tuple(range(x.ndim - 1))
+    return lax.dot_general(x, y, ((leading, leading), ((), ())), **options)
+
+
+def _narrow_first(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
+    """The same for CPUs.
+
+    XLA is up to ten times as fast there if a narrow operand comes first, and transposes no operand
+    if there is one axis to sum over.
     """
     x, y = (a.reshape(-1, a.shape[-1]) for a in (x, y))
-    over_rows = (((0,), (0,)), ((), ()))
     if y.shape[1] * 2 < x.shape[1]:
-        return lax.optimization_barrier(lax.dot_general(y, x, over_rows, **options)).T
-    total = lax.dot_general(x, y, over_rows, **options)
+        return lax.optimization_barrier(_total(y, x, **options)).T
+    total = _total(x, y, **options)
     return lax.optimization_barrier(total) if x.shape[1] * 2 < y.shape[1] else total
 
 
