@@ -98,7 +98,11 @@ def walk(
     """
     leaves, tree = jax.tree.flatten(xs)
     steps = max(map(len, leaves))
-    fixed = {k: leaf[0] for k, leaf in enumerate(leaves) if len(leaf) < steps}
+    fixed = {
+        k: lax.index_in_dim(leaf, 0, keepdims=False)
+        for k, leaf in enumerate(leaves)
+        if len(leaf) < steps
+    }
     moving = {k: leaf for k, leaf in enumerate(leaves) if k not in fixed}
 
     def step(state: PyTree, now: dict[int, jax.Array]) -> tuple[PyTree, PyTree]:

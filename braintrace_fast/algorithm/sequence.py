@@ -566,7 +566,7 @@ def _common_length(sequences: tuple[PyTree, ...]) -> int:
 def _cut(tree: PyTree, start: Any, steps: int) -> PyTree:
     """Some steps of sequences; the sequences themselves if those are all."""
     if isinstance(start, int):
-        return jax.tree.map(lambda a: a[start : start + steps], tree)
+        return jax.tree.map(lambda a: lax.slice_in_dim(a, start, start + steps), tree)
     return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, steps), tree)
 
 

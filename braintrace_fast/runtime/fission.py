@@ -266,6 +266,9 @@ class _Parts:
         reads = {v for v in atoms if not isinstance(v, Literal)}
         made = {v for eqn in again for v in eqn.outvars}
         self.read = [v for v in self.fixed if v in reads and v not in made]
+        given_back = [v for v in (*self.ys, *self.terms) if _in(v, self.fixed)]
+        self.once = list(dict.fromkeys([*self.read, *given_back]))
+        self.first = _needed_for(self.first, self.once, set(), False)
 
     def is_fixed(self, v: Atom) -> bool:
         return isinstance(v, Literal) or v in self.fixed
@@ -278,13 +281,10 @@ class _Parts:
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         length = xs[0].shape[0]
         values = dict(zip((*self.constvars, *self.old), (*self.constants, *carry), strict=True))
-        fixed_vars = list(self.fixed)
-        given = [values[v] for v in self.given]
-        fixed = dict(
-            zip(fixed_vars, _evaluate(self.first, self.given, fixed_vars, given), strict=True)
-        )
-        for v in self.even:  # one number is enough
-            fixed[v] = fixed[v][(slice(1),) * v.aval.ndim]
+        found = _evaluate(self.first, self.given, self.once, [values[v] for v in self.given])
+        fixed = dict(zip(self.once, found, strict=True))
+        for v in self.even.intersection(fixed):  # one number is enough
+            fixed[v] = lax.slice(fixed[v], (0,) * v.aval.ndim, (1,) * v.aval.ndim)
         moving_vars = [self.old[i] for i in self.moving]
 
         def whole() -> list[jax.Array]:
@@ -314,7 +314,8 @@ class _Parts:
         first = (jnp.zeros((), jnp.int32), start, rooms)
         (_, last, states), kept = lax.scan(in_order, first, list(xs))
         old_vars, new_vars = ([side[i] for i in self.states] for side in (self.old, self.new))
-        kept = [*kept, *(a[:-1] for a in states), *(a[1:] for a in states)]
+        before = [lax.slice_in_dim(a, 0, length) for a in states]
+        kept = [*kept, *before, *(lax.slice_in_dim(a, 1, length + 1) for a in states)]
         found = jax.vmap(at_once, axis_size=length)(kept, list(xs))
         ends = list(carry)
         for i, value in zip(self.moving, last, strict=True):
