@@ -6,8 +6,8 @@ g_t    = c_t (x) x_t + (L_t[s] D_t[s,q] + R_t[q]) e_{t-1}[q]
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -96,7 +96,7 @@ class MaterializedEngine:
         def zeros(r: int, group: HiddenGroup) -> Any:
             relation = self.relations[r]
             plane = group_plane(group)
-            outer = functools.partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
+            outer = partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
             shapes = jax.eval_shape(outer, x_shape(relation), plane)
             return jax.tree.map(lambda a: jnp.zeros(a.shape, self.trace_dtype or a.dtype), shapes)
 
@@ -203,7 +203,7 @@ class MaterializedEngine:
             self._check_rules()
         backs: list[list[Plane]] = [[] for _ in self.relations]
         left: list[Plane] = [] if signals is None else list(signals.c)  # in no walk so far
-        new: list[list[Any]] = [[None] * len(r.hidden_groups) for r in self.relations]
+        walks: dict[tuple[int, int], Any] = {}
         for group in self.graph.hidden_groups:
             feeding = places_of(self.relations, group)
             if not feeding:
@@ -223,28 +223,39 @@ class MaterializedEngine:
             )
             for k, (r, place) in enumerate(feeding):
                 backs[r].append(found.w[k])
-                if entry is not None:
-                    new[r][place], read = trace_carry(
-                        bound_rules(self.relations[r]),
-                        factors.x[r],
-                        found.P,
-                        found.u[k],
-                        entry.trace[r][place],
-                        found.nu,
-                        seed=self._seed(step, r, group.index),
-                        live=entry.live,
-                        overwrite=overwrite,
-                        backend=self.backend,
-                    )
-                    if total is not None:
-                        total.add_past(r, read)
-        if total is not None and signals is not None:
-            for r, c in enumerate(signals.c):
-                back, w = add(backs[r]), c
+                walks[r, place] = found, k
+        new: list[list[Any]] = [[] for _ in self.relations]
+        for r, relation in enumerate(self.relations):
+            w: Plane = None
+            if total is not None and signals is not None:
+                w, back = signals.c[r], add(backs[r])
                 if back is not None:
-                    past = sum_middle(back, c.ndim)
-                    w = past if left[r] is None else c + past
-                total.add_product(r, factors.x[r], w, leading_axes=1)
+                    past = sum_middle(back, signals.c[r].ndim)
+                    w = past if left[r] is None else w + past
+            if entry is None:
+                if total is not None:
+                    total.add_product(r, factors.x[r], w, leading_axes=1)
+                continue
+            product = None if total is None else partial(total.product, r, leading_axes=1)
+            for place, group in enumerate(relation.hidden_groups):
+                found, k = walks[r, place]
+                planes, read = trace_carry(
+                    bound_rules(relation),
+                    factors.x[r],
+                    found.P,
+                    found.u[k],
+                    entry.trace[r][place],
+                    found.nu,
+                    seed=self._seed(step, r, group.index),
+                    live=entry.live,
+                    w=w if place == 0 else None,
+                    product=product,
+                    overwrite=overwrite,
+                    backend=self.backend,
+                )
+                new[r].append(planes)
+                if total is not None:
+                    total.add_past(r, read)
         return None if entry is None else tuple(map(tuple, new))
 
     def _seed(self, step: jax.Array, relation: int, group: int) -> jax.Array | None:
@@ -292,9 +303,9 @@ def bound_rules(
     return dataclasses.replace(
         rules,
         outer=outer,
-        outer_sum=functools.partial(rules.outer_sum, **params),
-        decay=functools.partial(rules.decay, **params),
-        contract=functools.partial(rules.contract, **params),
+        outer_sum=partial(rules.outer_sum, **params),
+        decay=partial(rules.decay, **params),
+        contract=partial(rules.contract, **params),
         is_outer=rules.is_outer and not slopes,
     )
 

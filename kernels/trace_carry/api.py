@@ -1,7 +1,7 @@
 """The checked entry point of ``trace_carry``."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,12 +25,15 @@ def trace_carry(
     *,
     seed: jax.Array | None = None,
     live: jax.Array | None = None,
+    w: Plane = None,
+    product: Callable[..., Any] | None = None,
     overwrite: bool = True,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a window of K steps, and what a signal reads of the one before.
 
-    ``e_K[s] = sum_q P[s][q] e_0[q] + sum_t u_t[s] (x) x_t`` and ``sum_q signal[q] . e_0[q]``
+    ``e_K[s] = sum_q P[s][q] e_0[q] + sum_t u_t[s] (x) x_t`` and
+    ``sum_t w_t (x) x_t + sum_q signal[q] . e_0[q]``
 
     Parameters
     ----------
@@ -51,6 +54,10 @@ def trace_carry(
         each time that a trace is written.
     live : bool array, optional
         A flag; if it is not set, the old trace counts as zero. What it holds must be finite.
+    w : array, optional
+        What the loss says of the op's output at each step, counted with what the signal reads.
+    product : callable, optional
+        ``product(x, w)`` is then the weights' gradient; ``sum x (x) w`` if ``rules.is_outer``.
     overwrite : bool
         Whether nobody wants the old trace any more. If somebody does, such as the caller of a
         compiled function that takes it as an argument, it would have to be copied first.
@@ -62,17 +69,20 @@ def trace_carry(
     trace : tuple
         Per plane, the trace at the exit in the type of the old; None if it is not kept.
     read : dict or None
-        What the signal reads, shaped like the weights; None if it reads nothing.
+        What the signal reads, shaped like the weights, and if there is ``w`` the product, of whose
+        entries it has no more; None if there is neither.
     """
     check_planes('trace_carry', len(trace), P=P, u=u, signal=signal)
     if x is not None and len(x) == 1:
         f = [None if p is None else p[0] for p in u]
         options: Any = dict(seed=seed, live=live, backend=backend)
+        if w is not None and product is not None:
+            options |= dict(w=w[0], product=lambda x, w: product(x[None], w[None]))
         return trace_step(rules, x[0], P, f, trace, signal, **options)
 
     def bind(function: Any) -> Any:
-        return functools.partial(function, rules)
+        return functools.partial(function, rules, product=product)
 
-    on_cpu = functools.partial(blocked.trace_carry, rules, overwrite=overwrite)
-    operands = x, P, u, trace, signal, seed, live
+    on_cpu = functools.partial(blocked.trace_carry, rules, product=product, overwrite=overwrite)
+    operands = x, P, u, trace, signal, seed, live, w
     return dispatch.run('trace_carry', backend, bind, *operands, cpu=on_cpu)

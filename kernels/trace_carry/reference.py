@@ -20,11 +20,15 @@ def trace_carry(
     signal: Sequence[Plane] | None,
     seed: Any = None,
     live: Any = None,
+    w: Plane = None,
+    *,
+    product: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
     With a ``seed``, planes of bfloat16 are rounded stochastically.
     """
+    total = None if w is None else product(x, w)
     P, signal = if_live(live, (P, signal))
 
     def new(s: int) -> Any:
@@ -37,4 +41,4 @@ def trace_carry(
         return store(add_trees([*fresh, *decayed]), trace, s, seed)
 
     advanced = tuple(None if old is None else new(s) for s, old in enumerate(trace))
-    return advanced, read_trace(rules, signal, trace)
+    return advanced, read_trace(rules, signal, trace, total)

@@ -80,23 +80,29 @@ def recurrence(D, f, L, R, x, start):
 
 
 @settings(max_examples=30)
-@given(factors(), st.booleans())
-def test_a_window_is_the_recurrence(x64, case, overwrite):
+@given(factors(), st.booleans(), st.booleans())
+def test_a_window_is_the_recurrence(x64, case, overwrite, at_once):
     dense, planes = case
     trace, gradient = recurrence(**dense)
     found = adjoint_scan(planes['D'], [planes['f']], planes['L'], planes['R'], carry=True)
     x, start = jnp.asarray(dense['x']), jnp.asarray(dense['start'])
     total = np.zeros((INPUTS, SIZE))
-    if found.w[0] is not None:
-        total = total + np.einsum('tbi,tbo->io', dense['x'], np.asarray(found.w[0]))
-    old = [{'weight': e} for e in start]
     options = dict(overwrite=overwrite)
+    if at_once:
+        options |= dict(w=found.w[0], product=product)
+    elif found.w[0] is not None:
+        total = product(dense['x'], np.asarray(found.w[0]))['weight']
+    old = [{'weight': e} for e in start]
     new, read = trace_carry(RULES, x, found.P, found.u[0], old, found.nu, **options)
     for s, e in enumerate(new):
         np.testing.assert_allclose(e['weight'], trace[s], rtol=1e-9, atol=1e-9)
     if read is not None:
         total = total + np.asarray(read['weight'])
     np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
+
+
+def product(x, w):
+    return {'weight': jnp.einsum('tbi,tbo->io', x, w)}
 
 
 step = jax.jit(functools.partial(trace_step, RULES))
