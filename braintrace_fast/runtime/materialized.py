@@ -236,7 +236,9 @@ class MaterializedEngine:
                 if total is not None:
                     total.add_product(r, factors.x[r], w, leading_axes=1)
                 continue
-            product = None if total is None else partial(total.product, r, leading_axes=1)
+            grads: Any = None
+            if total is not None and w is not None:
+                grads = total.product(r, factors.x[r], w, leading_axes=1)
             for place, group in enumerate(relation.hidden_groups):
                 found, k = walks[r, place]
                 planes, read = trace_carry(
@@ -249,7 +251,7 @@ class MaterializedEngine:
                     seed=self._seed(step, r, group.index),
                     live=entry.live,
                     w=w if place == 0 else None,
-                    product=product,
+                    total=grads if place == 0 else None,
                     overwrite=overwrite,
                     backend=self.backend,
                 )

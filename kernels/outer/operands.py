@@ -123,7 +123,7 @@ def as_pass(
 ) -> Pass:
     """Keep what is there of the operands of ``trace_step`` or, over a window, ``trace_carry``.
 
-    ``total`` has the type of the product with ``w``; it need not have a weight.
+    ``total`` says of what type the product with ``w`` is, if it is wanted for the weight at all.
     """
     kept = {q: e['weight'] for q, e in enumerate(trace) if e is not None}
     *lead, inputs, outputs = next(iter(kept.values())).shape
@@ -175,7 +175,7 @@ def reason(
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
     w: Plane,
-    product: Any,
+    total: Any,
     window: bool,
 ) -> str | None:
     """Why no kernel that ``supports`` some passes takes these operands; None if it does."""
@@ -201,7 +201,6 @@ def reason(
             return f'an operand has shape {a.shape}, expected {shape}'
         if math.prod(shape) == 0:
             return f'an operand of shape {shape} is empty'
-    total = None if w is None else jax.eval_shape(product, x, w)
     todo = as_pass(x, decay, fresh, trace, signal, None, None, window, w, total)
     return supports(todo) if todo.written or todo.operands.signal else 'there is nothing to compute'
 
@@ -217,11 +216,10 @@ def run(
     seed: Any,
     live: Any,
     w: Plane,
-    product: Any,
+    total: Any,
     window: bool,
 ) -> tuple[tuple[Any, ...], Any]:
     """Launch the kernel for the weight, take the ``plain`` op for the rest, and join them."""
-    total = None if w is None else product(x, w)
     todo = as_pass(x, decay, fresh, trace, signal, seed, live, window, w, total)
     weights, weight_read = launch(todo)
     old = next(e for e in trace if e is not None)
@@ -261,12 +259,11 @@ def entry_points(
         seed: Any = None,
         live: Any = None,
         w: Plane = None,
-        *,
-        product: Any = None,
+        total: Any = None,
     ) -> str | None:
         """Why there is no kernel for these operands, with whatever seed and flag; or None."""
-        operands = x, decay, fresh, trace, signal, w
-        return reason(platform.supports, rules, *operands, product, window)
+        operands = x, decay, fresh, trace, signal, w, total
+        return reason(platform.supports, rules, *operands, window)
 
     def op(
         rules: Any,
@@ -278,14 +275,14 @@ def entry_points(
         seed: Any = None,
         live: Any = None,
         w: Plane = None,
+        total: Any = None,
         *,
-        product: Any = None,
         interpret: Any = False,
     ) -> tuple[tuple[Any, ...], Any]:
         """What ``plain`` gives; with a ``seed``, bfloat16 is rounded stochastically."""
         launch = partial(platform.launch, name=plain.__name__, interpret=interpret)
-        operands = x, decay, fresh, trace, signal, seed, live, w
-        return run(launch, plain, *operands, product, window)
+        operands = x, decay, fresh, trace, signal, seed, live, w, total
+        return run(launch, plain, *operands, window)
 
     return supports, op
 

@@ -1,7 +1,7 @@
 """The checked entry point of ``trace_carry``."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ def trace_carry(
     seed: jax.Array | None = None,
     live: jax.Array | None = None,
     w: Plane = None,
-    product: Callable[..., Any] | None = None,
+    total: Any = None,
     overwrite: bool = True,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
@@ -56,8 +56,9 @@ def trace_carry(
         A flag; if it is not set, the old trace counts as zero. What it holds must be finite.
     w : array, optional
         What the loss says of the op's output at each step, counted with what the signal reads.
-    product : callable, optional
-        ``product(x, w)`` is then the weights' gradient; ``sum x (x) w`` if ``rules.is_outer``.
+    total : dict, optional
+        The weights' gradient by ``w`` and ``x``, given with ``w``. A kernel makes the weight's
+        itself, so that nobody else has to.
     overwrite : bool
         Whether nobody wants the old trace any more. If somebody does, such as the caller of a
         compiled function that takes it as an argument, it would have to be copied first.
@@ -69,20 +70,19 @@ def trace_carry(
     trace : tuple
         Per plane, the trace at the exit in the type of the old; None if it is not kept.
     read : dict or None
-        What the signal reads, shaped like the weights, and if there is ``w`` the product, of whose
-        entries it has no more; None if there is neither.
+        What the signal reads, shaped like the weights, and ``total``, of whose entries it has no
+        more; None if there is neither.
     """
     check_planes('trace_carry', len(trace), P=P, u=u, signal=signal)
     if x is not None and len(x) == 1:
         f = [None if p is None else p[0] for p in u]
-        options: Any = dict(seed=seed, live=live, backend=backend)
-        if w is not None and product is not None:
-            options |= dict(w=w[0], product=lambda x, w: product(x[None], w[None]))
+        now = None if w is None else w[0]
+        options: Any = dict(seed=seed, live=live, w=now, total=total, backend=backend)
         return trace_step(rules, x[0], P, f, trace, signal, **options)
 
     def bind(function: Any) -> Any:
-        return functools.partial(function, rules, product=product)
+        return functools.partial(function, rules)
 
-    on_cpu = functools.partial(blocked.trace_carry, rules, product=product, overwrite=overwrite)
-    operands = x, P, u, trace, signal, seed, live, w
+    on_cpu = functools.partial(blocked.trace_carry, rules, overwrite=overwrite)
+    operands = x, P, u, trace, signal, seed, live, w, total
     return dispatch.run('trace_carry', backend, bind, *operands, cpu=on_cpu)

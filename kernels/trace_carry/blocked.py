@@ -27,8 +27,8 @@ def trace_carry(
     seed: Any = None,
     live: Any = None,
     w: Plane = None,
+    total: Any = None,
     *,
-    product: Any = None,
     overwrite: bool = True,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
@@ -38,8 +38,7 @@ def trace_carry(
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
     plain = seed is not None or not rules.is_outer
     if plain or x is None or x.ndim < 3 or shapes != {x.shape[1:-1]}:
-        operands = x, P, u, trace, signal, seed, live, w
-        return reference.trace_carry(rules, *operands, product=product)
+        return reference.trace_carry(rules, x, P, u, trace, signal, seed, live, w, total)
     last = x.shape[1] - 1
 
     def one(example: Any, old: Any) -> Any:
@@ -58,7 +57,6 @@ def trace_carry(
 
     given = tuple(trace)
     first = _at(given, 0)
-    total = None if w is None else product(x, w)
     read = _start(total, jax.eval_shape(one, 0, first)[1])
     start = (given, first, read)
     if not overwrite:
@@ -71,7 +69,7 @@ def trace_carry(
 
 
 def _start(total: Any, part: Any) -> Any:
-    """What to add parts to: zeros, or the product in a type that holds its sum with them."""
+    """What to add parts to: zeros, or the total in a type that holds its sum with them."""
     if total is None:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), part)
     types = jax.eval_shape(add_read, total, part)

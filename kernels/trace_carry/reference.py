@@ -21,14 +21,12 @@ def trace_carry(
     seed: Any = None,
     live: Any = None,
     w: Plane = None,
-    *,
-    product: Any = None,
+    total: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
-    With a ``seed``, planes of bfloat16 are rounded stochastically.
+    With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
     """
-    total = None if w is None else product(x, w)
     P, signal = if_live(live, (P, signal))
 
     def new(s: int) -> Any:

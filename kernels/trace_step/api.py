@@ -1,7 +1,7 @@
 """The checked entry point of ``trace_step``."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ def trace_step(
     seed: jax.Array | None = None,
     live: jax.Array | None = None,
     w: Plane = None,
-    product: Callable[..., Any] | None = None,
+    total: Any = None,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a step, and what a signal reads of the trace before.
@@ -52,8 +52,9 @@ def trace_step(
         A flag; if it is not set, the old trace counts as zero. What it holds must be finite.
     w : array, optional
         What the loss says of the op's output, counted with what the signal reads.
-    product : callable, optional
-        ``product(x, w)`` is then the weights' gradient; ``sum x (x) w`` if ``rules.is_outer``.
+    total : dict, optional
+        The weights' gradient by ``w`` and ``x``, given with ``w``. A kernel makes the weight's
+        itself, so that nobody else has to.
     backend : Backend
         What to run it with.
 
@@ -62,12 +63,12 @@ def trace_step(
     trace : tuple
         Per plane, the trace after the step in the type of the old; None if it is not kept.
     read : dict or None
-        What the signal reads, shaped like the weights, and if there is ``w`` the product, of whose
-        entries it has no more; None if there is neither.
+        What the signal reads, shaped like the weights, and ``total``, of whose entries it has no
+        more; None if there is neither.
     """
     check_planes('trace_step', len(trace), D=D, f=f, signal=signal)
 
     def bind(function: Any) -> Any:
-        return functools.partial(function, rules, product=product)
+        return functools.partial(function, rules)
 
-    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal, seed, live, w)
+    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal, seed, live, w, total)

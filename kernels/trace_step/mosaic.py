@@ -28,8 +28,7 @@ def redundant(
     seed: Any = None,
     live: Any = None,
     w: Plane = None,
-    *,
-    product: Any = None,
+    total: Any = None,
 ) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None."""
     if seed is None and sum(e is not None for e in trace) <= 3:

@@ -21,15 +21,13 @@ def trace_step(
     seed: Any = None,
     live: Any = None,
     w: Plane = None,
-    *,
-    product: Any = None,
+    total: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
 
-    With a ``seed``, planes of bfloat16 are rounded stochastically.
+    With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
     """
     D, signal = if_live(live, (D, signal))
-    total = None if w is None else product(x, w)
     read = read_trace(rules, signal, trace, total)
     done = [read]
     new: list[Any] = [None] * len(trace)

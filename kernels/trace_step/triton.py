@@ -29,8 +29,7 @@ def redundant(
     seed: Any = None,
     live: Any = None,
     w: Plane = None,
-    *,
-    product: Any = None,
+    total: Any = None,
 ) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None."""
     batch, planes = math.prod(x.shape[:-1]), sum(e is not None for e in trace)

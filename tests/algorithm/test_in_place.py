@@ -62,8 +62,8 @@ def test_no_temporary_is_as_large_as_a_plane_of_the_trace(build, options):
 def test_the_plain_formula_takes_one(monkeypatch):
     """So that the test above can fail."""
 
-    def plain(*operands, overwrite, product):
-        return reference.trace_carry(*operands, product=product)
+    def plain(*operands, overwrite):
+        return reference.trace_carry(*operands)
 
     monkeypatch.setattr(blocked, 'trace_carry', plain)
     assert temporaries(benchmarking.online, trace_every=4) > 1

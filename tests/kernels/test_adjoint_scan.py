@@ -88,10 +88,11 @@ def test_a_window_is_the_recurrence(x64, case, overwrite, at_once):
     x, start = jnp.asarray(dense['x']), jnp.asarray(dense['start'])
     total = np.zeros((INPUTS, SIZE))
     options = dict(overwrite=overwrite)
-    if at_once:
-        options |= dict(w=found.w[0], product=product)
-    elif found.w[0] is not None:
-        total = product(dense['x'], np.asarray(found.w[0]))['weight']
+    if found.w[0] is not None:
+        total = np.einsum('tbi,tbo->io', dense['x'], np.asarray(found.w[0]))
+        if at_once:
+            options |= dict(w=found.w[0], total={'weight': jnp.asarray(total)})
+            total = np.zeros_like(total)
     old = [{'weight': e} for e in start]
     new, read = trace_carry(RULES, x, found.P, found.u[0], old, found.nu, **options)
     for s, e in enumerate(new):
@@ -99,10 +100,6 @@ def test_a_window_is_the_recurrence(x64, case, overwrite, at_once):
     if read is not None:
         total = total + np.asarray(read['weight'])
     np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
-
-
-def product(x, w):
-    return {'weight': jnp.einsum('tbi,tbo->io', x, w)}
 
 
 step = jax.jit(functools.partial(trace_step, RULES))

@@ -149,10 +149,10 @@ def test_the_product_is_counted_with_what_is_read(op, backend, stored):
     supports = getattr(op, backend).supports
 
     def both(backend, product=product, **options):
-        run = call(op, backend, rules, product=product, **options)
-        return lambda *operands: run(*operands, w=w)
+        run = call(op, backend, rules, **options)
+        return lambda x, *rest: run(x, *rest, w=w, total=product(x, w))
 
-    assert supports(rules, x, D, f, trace, signal, w=w, product=product) is None
+    assert supports(rules, x, D, f, trace, signal, w=w, total=product(x, w)) is None
     found, plain = jax.jit(both(backend, interpret=True)), both('reference')
     new, read = found(x, D, f, trace, signal)
     wanted = jax.eval_shape(plain, x, D, f, trace, signal)
@@ -161,7 +161,7 @@ def test_the_product_is_counted_with_what_is_read(op, backend, stored):
     assert list(only) == ['bias'] and np.allclose(only['bias'], read['bias'], rtol=1e-4)
     _, alone = found(x, D, f, trace, None)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), alone, product(x, w))
-    assert 'shape' in supports(rules, x, D, f, trace, signal, w=w[..., :3], product=product)
+    assert 'shape' in supports(rules, x, D, f, trace, signal, w=w[..., :3], total=alone)
 
 
 def product(x, w):
