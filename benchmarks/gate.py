@@ -1,13 +1,14 @@
 """Fails when the library got slower than what is recorded in ``baseline.json``.
 
     python -m benchmarks.gate work                      counted work: sound on a busy machine
-    python -m benchmarks.gate ratios RESULTS.json       ratios of a run, beyond their spread
+    python -m benchmarks.gate ratios RESULTS.json ...   ratios of runs, beyond their spread
 
 ``--record`` writes what is found into the file instead.
 """
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -79,13 +80,20 @@ def compare_ratios(
     return problems
 
 
-def ratios_of(path: Path) -> dict[str, dict[str, float]]:
-    """The ratios of this library's contenders in a run, by name."""
-    names = ('ratio', 'ratio_low', 'ratio_high')
+def ratios_of(*paths: Path) -> dict[str, dict[str, float]]:
+    """The ratios of this library's contenders in runs, by name.
+
+    Those of several runs are spread as far as all of them: processes differ more than rounds do,
+    by where their memory happens to lie.
+    """
+    combine = {'ratio': statistics.median, 'ratio_low': min, 'ratio_high': max}
+    runs: dict[str, list[Mapping[str, Any]]] = {}
+    for result in (r for path in paths for r in load(path)):
+        if 'ratio' in result and not result['contender'].startswith('braintrace'):
+            runs.setdefault(result['name'], []).append(result)
     return {
-        r['name']: {name: r[name] for name in names}
-        for r in load(path)
-        if 'ratio' in r and not r['contender'].startswith('braintrace')
+        name: {what: of(r[what] for r in results) for what, of in combine.items()}
+        for name, results in runs.items()
     }
 
 
@@ -95,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('what', choices=['work', 'ratios'])
-    parser.add_argument('results', type=Path, nargs='?')
+    parser.add_argument('results', type=Path, nargs='*')
     parser.add_argument('--record', action='store_true')
     options = parser.parse_args(arguments)
     recorded: dict[str, Any] = json.loads(BASELINE.read_text('utf-8')) if BASELINE.exists() else {}
@@ -109,10 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f'the work was recorded with jax {recorded.get("jax")}, and this is '
                 f'{version("jax")}, whose compiler differs: record it anew'
             ]
-    elif options.results is None:
+    elif not options.results:
         parser.error('ratios needs the results of a run.')
     else:
-        found = ratios_of(options.results)
+        found = ratios_of(*options.results)
         problems = compare_ratios(found, recorded.get('ratios', {}))
     if options.record:
         # A run may have measured some ratios only; work is always counted as a whole.

@@ -73,11 +73,12 @@ def check_planes(op: str, size: int, **given: Sequence[Any] | None) -> None:
 def check_shapes(op: str, planes: PyTree) -> None:
     """Refuse planes of a window that differ in more than being the same in all steps."""
     shapes = {plane.shape for plane in jax.tree.leaves(planes)}
-    if len({shape[1:] for shape in shapes}) != 1 or len({shape[0] for shape in shapes} - {1}) > 1:
+    whole = {shape for shape in shapes if set(shape) != {1}} or shapes  # or all are of one number
+    if len({shape[1:] for shape in whole}) != 1 or len({shape[0] for shape in whole} - {1}) > 1:
         raise ValueError(
             f'{op}: the planes have the shapes {sorted(shapes)}; all of one group must be of one '
-            'shape (steps, *varshape), with 1 for steps where all are the same, and there must be '
-            'one.'
+            'shape (steps, *varshape), with 1 for steps where all are the same, and with 1 all '
+            'over where it is one number; and there must be one.'
         )
 
 

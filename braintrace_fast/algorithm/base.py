@@ -39,8 +39,8 @@ class EligibilityTrace(brainstate.ShortTermState):
 class Engine(Protocol):
     """How a learning rule carries its trace, and what gradient it reads off."""
 
-    def init(self) -> Any:
-        """A zero trace."""
+    def trace_shape(self) -> Any:
+        """The shapes and types of the trace."""
 
     def advance(self, entry: Entry, factors: Any, params: Values, step: jax.Array) -> Any:
         """The trace after a step."""
@@ -214,6 +214,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """The signals of a step that the rule learns from; those of the loss by default."""
         return signals
 
+    def replaces_signals(self) -> bool:
+        """Whether the rule learns from other signals than those of the loss."""
+        return type(self).learning_signals is not ETraceVjpAlgorithm.learning_signals
+
     def entry_signals(self, planes: Sequence[Sequence[Plane]]) -> Sequence[Sequence[Plane]]:
         """The same at the start of a window that is differentiated in full."""
         return planes
@@ -300,7 +304,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def init_etrace_state(self, *args: Any) -> None:
         """Make a zero trace, for inputs like those that the model was compiled for."""
-        self.trace = EligibilityTrace(self.engine.init())
+        self.trace = EligibilityTrace(jax.tree.map(_zeros, self.engine.trace_shape()))
         self.trace_is_live = brainstate.ShortTermState(_scalar(np.bool_))
 
     @property
@@ -642,4 +646,10 @@ def _window_length(args: tuple[Any, ...]) -> int:
 
 def _scalar(dtype: Any) -> jax.Array:
     """A zero that no program is compiled to make."""
-    return jnp.asarray(np.zeros((), dtype))
+    return jax.device_put(np.zeros((), dtype))
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros; where JAX computes on the host, no program is compiled to make them."""
+    on_host = jax.default_backend() == 'cpu'
+    return jax.device_put(np.zeros(shape.shape, shape.dtype)) if on_host else jnp.zeros_like(shape)

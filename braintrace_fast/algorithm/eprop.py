@@ -97,6 +97,10 @@ class EProp(ParamDimVjpAlgorithm):
             graph, self.kappa_filter_decay, self.trace_dtype, self.resolved_backend
         )
 
+    def replaces_signals(self) -> bool:
+        """Whether feedback is random."""
+        return self.feedback == 'random'
+
     def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
         """The signals of a step, projected with random feedback."""
         if self.random_feedback is None:

@@ -74,6 +74,7 @@ class SequenceDriverMixin:
     resolved_budget: int
     forget: Callable[[], None]
     learning_signals: Callable[..., Signals]
+    replaces_signals: Callable[[], bool]
     _runs_in_windows: Callable[[], bool]
 
     def etrace_grad(
@@ -157,6 +158,10 @@ class SequenceDriverMixin:
                 f'The mask has shape {mask.shape}, expected ({length},): one weight per step.'
             )
         states = _check_weights(self.param_states if weights is None else weights)
+        scale = jnp.maximum(mask.sum(), 1) if reduction == 'mean' else jnp.ones(())
+        share, divides_later = mask, reduction == 'mean' and self.replaces_signals()
+        if reduction == 'mean' and not divides_later:  # which takes no pass over the gradients
+            share = mask / scale.astype(float)
         expected = () if chunk is None else (chunk,)
 
         def objective(slices: Any, weight: jax.Array) -> Any:
@@ -174,20 +179,20 @@ class SequenceDriverMixin:
                 bar = _progress_bar(pbar, length)
                 windows = self._windows(trace, trace_every, memory_budget, bar)
                 totals, (losses, aux) = self._windows_gradient(
-                    objective, states, (sequences, mask), windows
+                    objective, states, (sequences, share), windows
                 )
             else:
                 if trace == 'fresh':
                     self.forget()
-                inputs = _in_chunks((sequences, mask), chunk)
+                inputs = _in_chunks((sequences, share), chunk)
                 totals, (losses, aux) = _accumulate(objective, list(states.values()), inputs, pbar)
                 if trace == 'fresh':
                     self.forget()
             losses = losses.reshape(length)
             if check_finite:
                 _check_finite(losses, totals, _carried(self))
-        scale = jnp.maximum(mask.sum(), 1) if reduction == 'mean' else jnp.ones(())
-        totals = jax.tree.map(lambda g: g / scale.astype(g.dtype), totals)
+        if divides_later:
+            totals = jax.tree.map(lambda g: g / scale.astype(g.dtype), totals)
         grads = dict(zip(states, totals, strict=True))
         value = {
             'per_step': lambda: losses,
@@ -278,6 +283,7 @@ class SequenceDriverMixin:
             return (outputs, (factors, self.learning_signals(factors, exact, modulator))), grads
 
         loop = StatefulLoop(step, inputs, windows.bar is not None)
+        like_outputs, (like_factors, like_signals) = loop.ys
 
         def window(
             inputs: Any,
@@ -288,8 +294,9 @@ class SequenceDriverMixin:
             alone: bool = False,
         ) -> Any:
             (outputs, (factors, signals)), grads = loop(inputs, show)
-            outputs, signals = stacked((outputs, signals), steps := _length(inputs))
-            factors = as_window(factors, self.graph.hidden_param_op_relations, steps)
+            steps, relations = _length(inputs), self.graph.hidden_param_op_relations
+            outputs, signals = stacked((outputs, signals), steps, (like_outputs, like_signals))
+            factors = as_window(factors, relations, steps, like_factors)
             params, _, _ = self.graph_executor.values()
             traced = GradientSum(self.graph, params, jax.tree.map(jnp.zeros_like, params))
             trace = self.engine.window(traced, entry, factors, signals, index, not alone)
@@ -300,8 +307,7 @@ class SequenceDriverMixin:
             return total, trace, outputs
 
         zeros = jax.tree.map(jnp.zeros_like, [state.value for state in weights])
-        _, (factors, signals) = loop.ys
-        parts = {**factors._asdict(), **signals._asdict()}
+        parts = {**like_factors._asdict(), **like_signals._asdict()}
         return self._run_windows(window, zeros, inputs, windows, parts)
 
     def _evolve_windows(
@@ -313,6 +319,7 @@ class SequenceDriverMixin:
             return (out, recorder.factors), ()
 
         loop = StatefulLoop(step, sequences, windows.bar is not None)
+        like_outputs, like_factors = loop.ys
 
         def window(
             inputs: Any,
@@ -323,13 +330,13 @@ class SequenceDriverMixin:
             alone: bool = False,
         ) -> Any:
             (outputs, factors), _ = loop(inputs, show)
-            outputs = stacked(outputs, steps := _length(inputs))
-            factors = as_window(factors, self.graph.hidden_param_op_relations, steps)
+            steps, relations = _length(inputs), self.graph.hidden_param_op_relations
+            outputs = stacked(outputs, steps, like_outputs)
+            factors = as_window(factors, relations, steps, like_factors)
             trace = self.engine.window(None, entry, factors, None, index, not alone)
             return total, trace, outputs
 
-        parts = loop.ys[1]._asdict()
-        return self._run_windows(window, (), sequences, windows, parts)[1]
+        return self._run_windows(window, (), sequences, windows, like_factors._asdict())[1]
 
     def _run_windows(
         self,

@@ -71,7 +71,7 @@ Rule = Callable[[JaxprEqn, Sequence[Alignment | None]], list[Outcome]]
 _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp complex conj
-    convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 imag
+    convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 exprel imag
     integer_pow lgamma log log1p logistic max min mul name neg pow real reduce_precision rem
     rsqrt select_n sin sinh sqrt square sub tan tanh
     """.split()

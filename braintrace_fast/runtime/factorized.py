@@ -86,17 +86,14 @@ class FactorizedEngine:
                 "vjp_method='single-step', or D_RTRL."
             )
 
-    def init(self) -> Trace:
-        """A zero trace."""
-        xs = tuple(
-            None if x is None else jnp.zeros(x.shape, _inexact(x))
+    def trace_shape(self) -> Trace:
+        """The shapes and types of the trace."""
+        xs: Any = tuple(
+            None if x is None else jax.ShapeDtypeStruct(x.shape, _inexact(x))
             for x in map(x_shape, self.relations)
         )
-        fs = tuple(
-            tuple(
-                (zeros_like(group_plane(group)),) * group.num_state
-                for group in relation.hidden_groups
-            )
+        fs: Any = tuple(
+            tuple((group_plane(group),) * group.num_state for group in relation.hidden_groups)
             for relation in self.relations
         )
         return xs, fs
@@ -202,7 +199,9 @@ class FactorizedEngine:
 
         As :meth:`MaterializedEngine.window`.
         """
-        xs, fs = self.init() if entry is None else _entered(entry)
+        xs, fs = (
+            jax.tree.map(jnp.zeros_like, self.trace_shape()) if entry is None else _entered(entry)
+        )
         smoothed: list[list[Any]] = [list(own) for own in fs]
         for group in self.graph.hidden_groups:
             feeding = places_of(self.relations, group)
@@ -323,11 +322,6 @@ def _is_linear(relation: HiddenParamOpRelation) -> bool:
 
 def _reads_x(key: str) -> bool:
     return key == 'weight'
-
-
-def zeros_like(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of zeros of a shape and type."""
-    return jnp.zeros(struct.shape, struct.dtype)
 
 
 def _inexact(x: Any) -> Any:

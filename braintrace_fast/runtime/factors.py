@@ -192,26 +192,35 @@ class StepRunner:
         )
 
 
-def as_window(factors: Factors, relations: Sequence[HiddenParamOpRelation], steps: int) -> Factors:
+def as_window(
+    factors: Factors, relations: Sequence[HiddenParamOpRelation], steps: int, shapes: Factors
+) -> Factors:
     """The factors of a window of so many steps, from those that a loop gives.
 
-    ``f`` and ``D`` that are the same in all steps keep a leading axis of 1, as long as one plane
-    of each op and its group has all steps.
+    ``f`` and ``D`` that are the same in all steps, or one number, stay as they are, as long as one
+    plane of each op and its group has all steps. ``shapes`` are those of one step.
     """
-    moves = [any(len(plane) == steps for plane in jax.tree.leaves(D)) for D in factors.D]
+    moves = [
+        any(
+            plane.shape == (steps, *one.shape)
+            for plane, one in zip(jax.tree.leaves(D), jax.tree.leaves(like), strict=True)
+        )
+        for D, like in zip(factors.D, shapes.D, strict=True)
+    ]
     f = tuple(
         tuple(
-            planes if moves[group.index] else stacked(planes, steps)
-            for group, planes in zip(relation.hidden_groups, own, strict=True)
+            planes if moves[group.index] else stacked(planes, steps, like)
+            for group, planes, like in zip(relation.hidden_groups, *own, strict=True)
         )
-        for relation, own in zip(relations, factors.f, strict=True)
+        for relation, *own in zip(relations, factors.f, shapes.f, strict=True)
     )
-    return Factors(stacked(factors.x, steps), f, factors.D, stacked(factors.varying, steps))
+    x = stacked(factors.x, steps, shapes.x)
+    return Factors(x, f, factors.D, stacked(factors.varying, steps, shapes.varying))
 
 
-def stacked(tree: PyTree, steps: int) -> PyTree:
-    """Arrays with a leading axis of all steps, from those that have it and those with one of 1."""
-    return jax.tree.map(lambda a: jnp.broadcast_to(a, (steps, *a.shape[1:])), tree)
+def stacked(tree: PyTree, steps: int, shapes: PyTree) -> PyTree:
+    """Arrays with a leading axis of all steps, from what a loop gives; with shapes of one step."""
+    return jax.tree.map(lambda a, one: jnp.broadcast_to(a, (steps, *one.shape)), tree, shapes)
 
 
 def places_of(

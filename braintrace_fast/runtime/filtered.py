@@ -49,9 +49,9 @@ class FilteredEngine:
         self.kappa = kappa
         self.engine = MaterializedEngine(graph, trace_dtype, filtered=True, backend=backend)
 
-    def init(self) -> Trace:
-        """A zero trace."""
-        return self.engine.init()
+    def trace_shape(self) -> Trace:
+        """The shapes and types of the trace."""
+        return self.engine.trace_shape()
 
     def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The traces after a step."""

@@ -6,7 +6,8 @@ together: small products become large ones, and element-wise work is fused over 
 
 The equations of the body fall into three parts:
 
-- *fixed*: what depends on constants and on carried values that never change; computed once;
+- *fixed*: what depends on constants and on carried values that never change; computed once, but
+  for arrays of one number, of which the number is kept;
 - *in order*: what the carried values depend on, in a scan;
 - *at once*: all else, mapped over the steps. It computes again what is cheap, and reads the rest of
   what was computed in order from memory: from the states, where those say it all, which are kept
@@ -32,6 +33,7 @@ from .._compat import (
     open_jaxpr,
 )
 from .._typing import PyTree
+from ..compiler.alignment import is_element_wise
 from ..compiler.control_flow import ControlFlowPolicy, flatten
 from ..op.matmul import outer_total
 from .factors import stacked
@@ -50,6 +52,9 @@ CHEAP = frozenset(
 
 Spikes are so for all neurons whose spike is read off a state; there is nothing to keep narrow.
 """
+
+EVEN = CHEAP - {'concatenate', 'iota'}
+"""What makes an array of one number of such arrays."""
 
 LINEAR = frozenset('neg transpose reshape reduce_sum squeeze copy broadcast_in_dim'.split())
 
@@ -95,8 +100,9 @@ def loop(
     """
     carry = jax.tree.map(_as_array, carry)
     xs = jax.tree.map(_as_array, xs)
-    last, ys, sums = _Loop(body, carry, _slices(xs), progress is not None).run(carry, xs, progress)
-    return last, stacked(ys, jax.tree.leaves(xs)[0].shape[0]), sums
+    traced = _Loop(body, carry, _slices(xs), progress is not None)
+    last, ys, sums = traced.run(carry, xs, progress)
+    return last, stacked(ys, jax.tree.leaves(xs)[0].shape[0], traced.shapes[1]), sums
 
 
 class _Loop:
@@ -189,8 +195,8 @@ class StatefulLoop:
         Returns
         -------
         tuple
-            The stacked ``ys``, of which those that are the same in all steps have a leading axis of
-            1, and the sums of the ``terms``.
+            The stacked ``ys``, and the sums of the ``terms``. Those ``ys`` that are the same in all
+            steps have a leading axis of 1, and those that are one number have no other axes.
         """
         states = self._touched.states
         values = jax.tree.map(_as_array, [state.value for state in states])
@@ -236,15 +242,17 @@ class _Parts:
 
         self.shown = self.ys if shows else []
         results = [*(self.new[i] for i in self.moving), *self.shown]
+        again, self.even = _of_one_number(self.first)
+        varying = [*again, *varying]
         self.in_order = _needed_for(varying, results, set(), True)
         self.sums = [_Sum(self, v) for v in self.terms]
         leaves = [v for s in self.sums for v in s.leaves]
         moving_ys = [v for v in self.ys if not self.is_fixed(v)]
         self.wanted: list[Any] = list(dict.fromkeys([*moving_ys, *leaves]))
-        made = {v: eqn.primitive.name for eqn in self.in_order for v in eqn.outvars}
-        known = {v for v, name in made.items() if name not in CHEAP}
+        computed = {v: eqn.primitive.name for eqn in self.in_order for v in eqn.outvars}
+        known = {v for v, name in computed.items() if name not in CHEAP}
         known |= {self.old[i] for i in self.moving}
-        after = {self.new[i]: self.old[i] for i in self.moving if _in(self.new[i], made)}
+        after = {self.new[i]: self.old[i] for i in self.moving if _in(self.new[i], computed)}
         choices = [_at_once(varying, self.wanted, k) for k in (known, known | set(after))]
         self.at_once, kept = min(
             choices, key=lambda choice: sum(map(_bytes, {after.get(v, v) for v in choice[1]}))
@@ -253,6 +261,11 @@ class _Parts:
         self.states = [i for i in self.moving if {self.old[i], self.new[i]} <= set(kept)]
         in_states = {v for i in self.states for v in (self.old[i], self.new[i])}
         self.kept = [v for v in kept if v not in in_states]
+        eqns = *self.in_order, *self.at_once
+        atoms = *results, *self.wanted, *(v for eqn in eqns for v in eqn.invars)
+        reads = {v for v in atoms if not isinstance(v, Literal)}
+        made = {v for eqn in again for v in eqn.outvars}
+        self.read = [v for v in self.fixed if v in reads and v not in made]
 
     def is_fixed(self, v: Atom) -> bool:
         return isinstance(v, Literal) or v in self.fixed
@@ -266,14 +279,22 @@ class _Parts:
         length = xs[0].shape[0]
         values = dict(zip((*self.constvars, *self.old), (*self.constants, *carry), strict=True))
         fixed_vars = list(self.fixed)
-        fixed = _evaluate(self.first, self.given, fixed_vars, [values[v] for v in self.given])
+        given = [values[v] for v in self.given]
+        fixed = dict(
+            zip(fixed_vars, _evaluate(self.first, self.given, fixed_vars, given), strict=True)
+        )
+        for v in self.even:  # one number is enough
+            fixed[v] = fixed[v][(slice(1),) * v.aval.ndim]
         moving_vars = [self.old[i] for i in self.moving]
+
+        def whole() -> list[jax.Array]:
+            return [jnp.broadcast_to(fixed[v], v.aval.shape) for v in self.read]
 
         def in_order(carry: Any, x: Any) -> Any:
             step, moving, states = carry
             outs = [*(self.new[i] for i in self.moving), *self.kept, *self.shown]
-            inputs = [*fixed_vars, *moving_vars, *self.xs]
-            found = _evaluate(self.in_order, inputs, outs, [*fixed, *moving, *x])
+            inputs = [*self.read, *moving_vars, *self.xs]
+            found = _evaluate(self.in_order, inputs, outs, [*whole(), *moving, *x])
             end = len(moving) + len(self.kept)
             if self.shown:
                 show(step, found[end:])
@@ -285,8 +306,8 @@ class _Parts:
             return (step + 1, found[: len(moving)], states), found[len(moving) : end]
 
         def at_once(kept: Any, x: Any) -> Any:
-            inputs = [*fixed_vars, *self.kept, *old_vars, *new_vars, *self.xs]
-            return _evaluate(self.at_once, inputs, self.wanted, [*fixed, *kept, *x])
+            inputs = [*self.read, *self.kept, *old_vars, *new_vars, *self.xs]
+            return _evaluate(self.at_once, inputs, self.wanted, [*whole(), *kept, *x])
 
         start = [carry[i] for i in self.moving]
         rooms = [jnp.broadcast_to(carry[i], (length + 1, *carry[i].shape)) for i in self.states]
@@ -298,10 +319,9 @@ class _Parts:
         ends = list(carry)
         for i, value in zip(self.moving, last, strict=True):
             ends[i] = value
-        constant = dict(zip(fixed_vars, fixed, strict=True))
         moved = dict(zip(self.wanted, found, strict=True))
-        ys = [_fixed_value(v, constant)[None] if self.is_fixed(v) else moved[v] for v in self.ys]
-        return ends, ys, [s.evaluate(moved, constant, length) for s in self.sums]
+        ys = [_fixed_value(v, fixed)[None] if self.is_fixed(v) else moved[v] for v in self.ys]
+        return ends, ys, [s.evaluate(moved, fixed, length) for s in self.sums]
 
 
 class _Sum:
@@ -348,7 +368,7 @@ class _Sum:
             return lax.dot_general(a, b, ((ca, cb), (ba, bb)), **params)
         if self.leaves:
             return stacked[self.leaves[0]].sum(0)
-        return _fixed_value(self.v, fixed) * length
+        return jnp.broadcast_to(_fixed_value(self.v, fixed) * length, self.v.aval.shape)
 
 
 def _fixed_value(v: Atom, fixed: dict[Var, jax.Array]) -> jax.Array:
@@ -362,6 +382,21 @@ def _at_once(
     needed = _needed_for(eqns, results, known, False)
     read = [v for eqn in needed for v in eqn.invars]
     return needed, list(dict.fromkeys(v for v in (*read, *results) if _in(v, known)))
+
+
+def _of_one_number(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], set[Var]]:
+    """The cheap equations that make arrays of one number, and all such arrays."""
+    cheap: list[JaxprEqn] = []
+    known: set[Var] = set()
+    for eqn in eqns:
+        name = eqn.primitive.name
+        from_numbers = all(not v.aval.ndim or _in(v, known) for v in eqn.invars)
+        if not from_numbers or not (name in EVEN or is_element_wise(eqn)):
+            continue
+        known.update(v for v in eqn.outvars if v.aval.size and v.aval.ndim)
+        if name in CHEAP:
+            cheap.append(eqn)
+    return cheap, known
 
 
 def _bytes(v: Var) -> int:

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..compiler import ETraceGraph, HiddenGroup, HiddenParamOpRelation
 from ..errors import NotSupportedError
@@ -64,7 +63,8 @@ class MaterializedEngine:
         self.stochastic = stochastic
         self.backend = backend
         self.relations = list(graph.hidden_param_op_relations)
-        self.bypasses = [True] * len(self.relations) if windows else bypasses(graph)
+        self.passes = bypasses(graph)  # and not by way of states alone
+        self.bypasses = [True] * len(self.relations) if windows else self.passes
         self.alive, self.kept = (
             [
                 [
@@ -90,19 +90,21 @@ class MaterializedEngine:
                     'with all steps in one window.'
                 )
 
-    def init(self) -> Trace:
-        """A zero trace."""
+    def trace_shape(self) -> Trace:
+        """The shapes and types of the trace."""
 
-        def zeros(r: int, group: HiddenGroup) -> Any:
+        def shape(r: int, group: HiddenGroup) -> Any:
             relation = self.relations[r]
             plane = group_plane(group)
             outer = partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
             shapes = jax.eval_shape(outer, x_shape(relation), plane)
-            return jax.tree.map(lambda a: jnp.zeros(a.shape, self.trace_dtype or a.dtype), shapes)
+            return jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, self.trace_dtype or a.dtype), shapes
+            )
 
         return tuple(
             tuple(
-                tuple(zeros(r, group) if kept else None for kept in planes)
+                tuple(shape(r, group) if kept else None for kept in planes)
                 for group, planes in zip(relation.hidden_groups, self.kept[r], strict=True)
             )
             for r, relation in enumerate(self.relations)
@@ -202,7 +204,9 @@ class MaterializedEngine:
         if entry is not None:
             self._check_rules()
         backs: list[list[Plane]] = [[] for _ in self.relations]
-        left: list[Plane] = [] if signals is None else list(signals.c)  # in no walk so far
+        left: list[Plane] = []  # what the loss says of an op in its step, in no walk so far
+        if signals is not None:
+            left = [c if p else None for c, p in zip(signals.c, self.passes, strict=True)]
         walks: dict[tuple[int, int], Any] = {}
         for group in self.graph.hidden_groups:
             feeding = places_of(self.relations, group)
@@ -218,6 +222,7 @@ class MaterializedEngine:
                 None if signals is None else signals.L[group.index],
                 None if signals is None else signals.R[group.index],
                 c=None if signals is None else own,
+                within=[not self.passes[r] for r, _ in feeding],
                 carry=entry is not None,
                 backend=self.backend,
             )
@@ -228,10 +233,9 @@ class MaterializedEngine:
         for r, relation in enumerate(self.relations):
             w: Plane = None
             if total is not None and signals is not None:
-                w, back = signals.c[r], add(backs[r])
-                if back is not None:
-                    past = sum_middle(back, signals.c[r].ndim)
-                    w = past if left[r] is None else w + past
+                back = add(backs[r])
+                past = None if back is None else sum_middle(back, signals.c[r].ndim)
+                w = add([left[r], past])
             if entry is None:
                 if total is not None:
                     total.add_product(r, factors.x[r], w, leading_axes=1)

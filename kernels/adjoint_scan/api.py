@@ -20,6 +20,7 @@ def adjoint_scan(
     R: Planes | None = None,
     *,
     c: Planes | None = None,
+    within: Sequence[bool] | None = None,
     carry: bool = False,
     backend: Backend = PLAIN,
 ) -> Adjoint:
@@ -27,7 +28,7 @@ def adjoint_scan(
 
     With ``nu[K+1] = 0`` and ``P[K] = 1``, for ``t = K .. 1``::
 
-        w[t]   = c[t] + sum_s f[t][s] nu[t+1][s]
+        w[t]   = c[t] + sum_s f[t][s] (nu[t+1][s] + L[t][s] if within)
         u[t]   = P[t] f[t]
         nu[t]  = D[t]^T (L[t] + nu[t+1]) + R[t]
         P[t-1] = P[t] D[t]
@@ -48,6 +49,8 @@ def adjoint_scan(
         What the loss reads of the states before the step, per plane.
     c : sequence of array or None, optional
         Per op, what the loss of a step says of the op's output in that step.
+    within : sequence of bool, optional
+        Per op, whether it says that by way of the states alone, so that ``L`` counts instead.
     carry : bool
         Whether ``P`` and ``u`` are wanted.
     backend : Backend
@@ -70,11 +73,13 @@ def adjoint_scan(
     for name, planes in (('D', D), *(('f', p) for p in f), ('L', L or [None] * size)):
         if len(planes) != size:
             raise ValueError(f'adjoint_scan: {name} has {len(planes)} planes, expected {size}.')
+    if within is not None and len(within) != len(f):
+        raise ValueError(f'adjoint_scan: within has {len(within)} flags, expected {len(f)}.')
     given = (*D, *f, L or (), R or (), c or ())
     check_shapes('adjoint_scan', given)
 
     def bind(function: Any) -> Any:
-        return lambda D, f, L, R, c: function(D, f, L, R, carry, c)
+        return lambda D, f, L, R, c: function(D, f, L, R, carry, c, within)
 
     found = dispatch.run('adjoint_scan', backend, bind, D, f, L, R, c)
     own = [None] * len(f) if c is None else c

@@ -21,9 +21,10 @@ def as_scan(
     R: Planes | None,
     carry: bool,
     c: Planes | None = None,
+    within: Sequence[bool] | None = None,
 ) -> Scan:
     """The reverse walk from ``nu`` and ``P`` as constants."""
-    body, start = recurrence(D, L, R, carry)
+    body, start = recurrence(D, L, R, carry, within)
     xs = (D, f, L, R, c)
     return Scan('adjoint_scan', body, start, xs, jax.tree.leaves(xs)[0].dtype, reverse=True)
 
@@ -38,9 +39,10 @@ def entry_points(platform: Any) -> tuple[Callable[..., str | None], Callable[...
         R: Planes | None,
         carry: bool,
         c: Planes | None = None,
+        within: Sequence[bool] | None = None,
     ) -> str | None:
         """Why there is no kernel for these operands, or None."""
-        return mixed(D, f, L, R, c) or platform.supports(as_scan(D, f, L, R, carry, c))
+        return mixed(D, f, L, R, c) or platform.supports(as_scan(D, f, L, R, carry, c, within))
 
     def adjoint_scan(
         D: Sequence[Planes],
@@ -49,11 +51,13 @@ def entry_points(platform: Any) -> tuple[Callable[..., str | None], Callable[...
         R: Planes | None,
         carry: bool,
         c: Planes | None = None,
+        within: Sequence[bool] | None = None,
         *,
         interpret: Any = False,
     ) -> Adjoint:
         """See :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan`."""
-        (nu, P), (w, u) = platform.run(as_scan(D, f, L, R, carry, c), interpret=interpret)
+        scan = as_scan(D, f, L, R, carry, c, within)
+        (nu, P), (w, u) = platform.run(scan, interpret=interpret)
         return Adjoint(nu, w, P, u)
 
     return supports, adjoint_scan

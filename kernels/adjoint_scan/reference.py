@@ -43,17 +43,22 @@ def adjoint_scan(
     R: Planes | None,
     carry: bool,
     c: Planes | None = None,
+    within: Sequence[bool] | None = None,
 ) -> Adjoint:
     """See :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan`."""
-    like = next(plane for planes in (*D, *f, L or ()) for plane in planes if plane is not None)
-    body, numbers = recurrence(D, L, R, carry)
+    like = max(tree.leaves((D, f, L)), key=lambda plane: plane.size)
+    body, numbers = recurrence(D, L, R, carry, within)
     start = tree.map(lambda number: jnp.full_like(like, number, shape=like.shape[1:]), numbers)
     (nu, P), (w, u) = walk(body, start, (D, f, L, R, c), reverse=True)
     return Adjoint(nu, w, P, u)
 
 
 def recurrence(
-    D: Sequence[Planes], L: Planes | None, R: Planes | None, carry: bool
+    D: Sequence[Planes],
+    L: Planes | None,
+    R: Planes | None,
+    carry: bool,
+    within: Sequence[bool] | None = None,
 ) -> tuple[Callable[[Any, Any], Any], Any]:
     """One step back, as ``lax.scan`` wants it, and ``nu`` and ``P`` before it.
 
@@ -72,12 +77,13 @@ def recurrence(
     def body(state: Any, step: Any) -> Any:
         nu, P = state
         D, f, L, R, c = step
-        w = tuple(add(map(times, planes, nu)) for planes in f)
+        ahead = nu if L is None else [add(parts) for parts in zip(L, nu, strict=True)]
+        reads = [ahead if own else nu for own in within or [False] * len(f)]
+        w = tuple(add(map(times, *pair)) for pair in zip(f, reads, strict=True))
         if c is not None:  # nobody writes it where it is all that there is
             w = tuple(None if a is None else add([own, a]) for own, a in zip(c, w, strict=True))
         u = tuple(tuple(add(map(times, row, planes)) for row in P) for planes in f)
         if L is not None:
-            ahead = [add(parts) for parts in zip(L, nu, strict=True)]
             nu = tuple(
                 add([times(D[s][q], ahead[s]) for s in size] + ([] if R is None else [R[q]]))
                 if alive[q]

@@ -55,7 +55,8 @@ def recurrence(decay: float) -> Callable[[Any, Any], Any]:
                     None if now is None else (1 - decay) * now,
                 ]
             )
-            new.append(jnp.zeros_like(old[s]) if total is None else total)
+            total = jnp.zeros_like(old[s]) if total is None else total
+            new.append(jnp.broadcast_to(total, old[s].shape))
         return tuple(new)
 
     return body

@@ -25,7 +25,7 @@ class Scan(NamedTuple):
     body, init, xs
         As of ``lax.scan``. The body must treat every position alike: it is run on tiles, in
         float32. A leaf of ``init`` may be a float, for all positions; one of ``xs`` may have a
-        leading axis of 1, for all steps.
+        leading axis of 1, for all steps, and all axes of 1, for all positions too.
     dtype : dtype
         That of the results.
     final : bool
@@ -93,6 +93,7 @@ def window(scan: Scan) -> Window:
     starts, state_tree = tree.flatten(scan.init)
     leaves, step_tree = tree.flatten(scan.xs)
     steps, *shape = longest(leaves).shape
+    leaves = [_whole(leaf, shape) for leaf in leaves]
 
     def flat(state: list[Any], step: list[Any]) -> tuple[Any, Any]:
         new, y = scan.body(tree.unflatten(state_tree, state), tree.unflatten(step_tree, step))
@@ -136,9 +137,19 @@ def _only(leaf: Any) -> Any:
     return leaf[0]
 
 
+def _whole(leaf: Any, shape: Sequence[int]) -> Any:
+    """An array, or its shape, with all positions."""
+    full = (leaf.shape[0], *shape)
+    if leaf.shape == full:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(full, leaf.dtype)
+    return jnp.broadcast_to(leaf, full)
+
+
 def longest(leaves: Sequence[Any]) -> Any:
     """Any of those with all steps: what is the same in all of them may be given once."""
-    return max(leaves, key=lambda leaf: leaf.shape[0])
+    return max(leaves, key=lambda leaf: (leaf.shape[0], leaf.size))
 
 
 def _used(jaxpr: Any) -> list[bool]:

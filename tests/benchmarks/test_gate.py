@@ -77,7 +77,7 @@ def test_the_command_fails_on_slower_results_and_records_on_request(tmp_path, mo
 
     def results(value):
         entry = {'contender': 'pp_prop', **ratio(value, 0.02)}
-        path = tmp_path / 'results.json'
+        path = tmp_path / f'{value}.json'
         benchmarks = [{'group': 'gradient', 'name': 'test[a]', 'extra_info': entry}]
         path.write_text(json.dumps({'benchmarks': benchmarks}))
         return str(path)
@@ -85,6 +85,10 @@ def test_the_command_fails_on_slower_results_and_records_on_request(tmp_path, mo
     gate.main(['ratios', results(1.0), '--record'])
     gate.main(['ratios', results(1.05)])
     assert 'within what is recorded' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='ratio 2, recorded 1'):
+        gate.main(['ratios', results(2.0)])
+    gate.main(['ratios', *map(results, (0.9, 1.0, 1.8)), '--record'])  # runs that differ
+    gate.main(['ratios', results(1.7)])
     with pytest.raises(SystemExit, match='ratio 2, recorded 1'):
         gate.main(['ratios', results(2.0)])
 

@@ -205,6 +205,7 @@ ELEMENTWISE = {
     'exp': Case(jnp.exp),
     'exp2': Case(jnp.exp2),
     'expm1': Case(jnp.expm1),
+    'exprel': Case(u.math.exprel),
     'imag': Case(lambda x: lax.imag(to_complex(x))),
     'integer_pow': Case(lambda x: x**3),
     'lgamma': Case(lax.lgamma, positive=True),

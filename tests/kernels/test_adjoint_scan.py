@@ -80,11 +80,15 @@ def recurrence(D, f, L, R, x, start):
 
 
 @settings(max_examples=30)
-@given(factors(), st.booleans(), st.booleans())
-def test_a_window_is_the_recurrence(x64, case, overwrite, at_once):
+@given(factors(), st.booleans(), st.booleans(), st.booleans())
+def test_a_window_is_the_recurrence(x64, case, overwrite, within, at_once):
     dense, planes = case
     trace, gradient = recurrence(**dense)
-    found = adjoint_scan(planes['D'], [planes['f']], planes['L'], planes['R'], carry=True)
+    if within:
+        gradient = gradient + np.einsum('stbo,stbo,tbi->io', dense['L'], dense['f'], dense['x'])
+    found = adjoint_scan(
+        planes['D'], [planes['f']], planes['L'], planes['R'], within=[within], carry=True
+    )
     x, start = jnp.asarray(dense['x']), jnp.asarray(dense['start'])
     total = np.zeros((INPUTS, SIZE))
     options = dict(overwrite=overwrite)

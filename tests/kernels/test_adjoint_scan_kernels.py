@@ -37,12 +37,12 @@ def planes(size, steps, shape, ops=1, density=1.0, dtype='float32', seed=0):
     return D, f, L, R
 
 
-def check(kernel, D, f, L, R, carry, c=None, interpret=True):
+def check(kernel, D, f, L, R, carry, c=None, within=None, interpret=True):
     def define(D, f, L, R, c):
-        return reference.adjoint_scan(D, f, L, R, carry, c)
+        return reference.adjoint_scan(D, f, L, R, carry, c, within)
 
-    assert kernel.supports(D, f, L, R, carry, c) is None
-    found = kernel.adjoint_scan(D, f, L, R, carry, c, interpret=interpret)
+    assert kernel.supports(D, f, L, R, carry, c, within) is None
+    found = kernel.adjoint_scan(D, f, L, R, carry, c, within, interpret=interpret)
     assert_close(found, jax.eval_shape(define, D, f, L, R, c), exact(define, D, f, L, R, c))
     return found
 
@@ -74,6 +74,18 @@ def test_a_plane_that_is_the_same_in_all_steps_is_given_once(kernel, shape):
 
 
 @KERNELS
+@pytest.mark.parametrize('steps', [1, 5])
+def test_a_plane_that_is_one_number_is_given_as_that(kernel, steps):
+    D, f, L, R = planes(size=2, steps=steps, shape=(3, 5), seed=12)
+    D[0][1], f[0][0] = D[0][1][:1, :1, :1], f[0][0][:1, :1, :1]
+    found = check(kernel, D, f, L, R, carry=True)
+    D[0][1], f[0][0] = (jnp.broadcast_to(a, (steps, 3, 5)) for a in (D[0][1], f[0][0]))
+    expected = adjoint_scan(D, f, L, R, carry=True)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@KERNELS
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
 def test_a_kernel_is_the_reference(kernel, case):
     # The interpreter pads operands with NaN and starts results as NaN.
@@ -98,6 +110,16 @@ def test_what_a_step_says_of_an_op_is_added(kernel):
     np.testing.assert_allclose(found.w[0], plain.w[0] + c[0], rtol=1e-5, atol=1e-5)
     assert found.w[1] is None
     assert adjoint_scan(D, f, L, c=c).w[1] is L[0]
+
+
+@KERNELS
+def test_the_signal_of_the_step_itself_counts_for_ops_of_states_alone(kernel):
+    D, f, L, _ = planes(2, 5, (2, 3), ops=2, seed=11)
+    found = check(kernel, D, f, L, None, carry=False, within=[True, False])
+    plain = adjoint_scan(D, f, L)
+    through = sum(a * b for a, b in zip(f[0], L, strict=True))
+    np.testing.assert_allclose(found.w[0], plain.w[0] + through, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.w[1], plain.w[1], rtol=1e-5, atol=1e-5)
 
 
 def test_what_no_result_needs_is_not_read():

@@ -76,6 +76,9 @@ def test_a_plane_that_is_the_same_in_all_steps_is_given_once(kernel):
     D[1][0] = D[1][0][:1]
     assert kernel.supports(D, f, start, DECAY) is None
     check(kernel, 'factored_trace', D, f, start)
+    D[1], f[0][1] = [None, None], f[0][1][:1, :1, :1]  # one number for all positions
+    assert kernel.supports(D, f, start, DECAY) is None
+    check(kernel, 'factored_trace', D, f, start)
 
 
 @KERNELS

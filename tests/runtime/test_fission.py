@@ -127,3 +127,36 @@ def test_what_does_not_move_is_given_once():
     (fixed, moving), _ = StatefulLoop(lambda x: ((2 * still.value, x), ()), (XS,))((XS,))
     np.testing.assert_array_equal(fixed, [[0.0, 2.0]])
     np.testing.assert_array_equal(moving, XS)
+
+
+def test_of_an_array_of_one_number_the_number_is_kept():
+    ramp = jnp.arange(4.0)
+
+    def results(x):
+        even = jnp.exp(jnp.full((3, 4), 0.5)) - 1
+        uneven = jnp.exp(jnp.concatenate([jnp.zeros((3, 2)), jnp.ones((3, 2))], 1))
+        counted = jnp.exp(lax.iota(jnp.float32, 4)) + ramp
+        return (even, uneven, counted, even * x), (even, even[:0])
+
+    (even, uneven, counted, moving), (total, _) = StatefulLoop(results, (XS,))((XS,))
+    assert even.shape == (1, 1, 1)
+    assert (uneven.shape, counted.shape, moving.shape) == ((1, 3, 4), (1, 4), XS.shape)
+    np.testing.assert_allclose(total, np.full((3, 4), 5 * even.item()), rtol=1e-5)
+
+    def body(carry, x):
+        ys, terms = results(carry)
+        return ys[0] * carry + x + ys[1], ys, terms
+
+    check_same(body, jnp.ones((3, 4)), XS)
+
+
+def test_a_number_that_is_shown_is_whole():
+    seen = []
+
+    def body(carry, x):
+        return carry + x, jnp.exp(jnp.full((3, 4), 0.5)), ()
+
+    show = lambda step, ys: jax.debug.callback(lambda a: seen.append(a.shape), ys)  # noqa: E731
+    jax.block_until_ready(loop(body, jnp.zeros((3, 4)), XS, show))
+    jax.effects_barrier()
+    assert seen == [(3, 4)] * 5
