@@ -279,9 +279,7 @@ def _with_rules(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(x: Any, D: Any, f: Any, trace: Any, signal: Any, live: Any, *rest: Any) -> Any:
         w, seed = (*rest, None, None)[:2]
-        total = None if w is None else jax.eval_shape(_product, x, w)
-        if not isinstance(x, jax.ShapeDtypeStruct) and w is not None:
-            total = _product(x, w)
+        total = None if w is None else _product(x, w)
         options = dict(seed=seed, live=live, w=w, total=total)
         return function(rules, x, D, f, trace, signal, **options)
 
