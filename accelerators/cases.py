@@ -195,7 +195,7 @@ def trace_step(
     """A step of all planes of a trace of ``(*batch, inputs, outputs)``.
 
     With a ``seed``, float32 is rounded stochastically to a trace of that type. Without a ``signal``
-    nothing is read of the old trace.
+    nothing is read of the old trace; over ``steps``, there is a product to be counted with it.
     """
     *lead, inputs, outputs = shape
     plain = 'float32' if seed else dtype
@@ -208,7 +208,8 @@ def trace_step(
         _planes((*time, *lead, outputs), plain)(size),
         [{'weight': plane} for plane in trace(size)],
         row(size) if signal else None,
-        jax.ShapeDtypeStruct((), jnp.float32),
+        jax.ShapeDtypeStruct((), bool),
+        None if steps is None else _planes((*time, *lead, outputs), plain)(),
     )
     window = '' if steps is None else f'K={steps}, '
     compared: tuple[str, ...] = BOTH if lead == [MANY] else ()
@@ -276,11 +277,19 @@ def _with_rules(function: Callable[..., Any]) -> Callable[..., Any]:
         },
     )
 
-    def run(*operands: Any) -> Any:
-        *operands, live, seed = operands if len(operands) == 7 else (*operands, None)
-        return function(rules, *operands, seed=seed, live=live)
+    def run(x: Any, D: Any, f: Any, trace: Any, signal: Any, live: Any, *rest: Any) -> Any:
+        w, seed = (*rest, None, None)[:2]
+        total = None if w is None else _product(x, w)
+        options = dict(seed=seed, live=live, w=w, total=total)
+        return function(rules, x, D, f, trace, signal, **options)
 
     return run
+
+
+def _product(x: Any, w: Any) -> Any:
+    leading = tuple(range(x.ndim - 1))
+    numbers = (leading, leading), ((), ())
+    return {'weight': jax.lax.dot_general(x, w, numbers, precision='highest')}
 
 
 def _passes(make: Callable[..., Case]) -> Iterator[Callable[[], Case]]:

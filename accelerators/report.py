@@ -61,14 +61,12 @@ WINDOWS = f"""
 
 What D-RTRL launches for a window after its forward scan: all thunks of the compiled program
 (fusions, kernels, products, copies), with those of a loop as often as it runs. The layer has two
-relations, for its input and for its own spikes; the trace is carried, and the loss is the mean
-square of the spikes. There may be {MOST} per relation, and their number may not depend on that of
-the steps; plain JAX, which loops over the steps, must fail. Not held to the limit, for comparison:
-
-- a readout in front of the loss, which launches what its own gradient takes;
-- one relation for input and spikes, put together. What two relations share is then for one; XLA
-  puts them together twice, and has constants and counters behind the scan that it has before it
-  elsewhere.
+relations, for its input and for its own spikes, or one for both, put together; the trace is
+carried, and the loss is the mean square of the spikes. There may be {MOST} per relation, and their
+number may not depend on that of the steps; plain JAX, which loops over the steps, must fail. One
+relation has for itself what two share; besides, it launches what puts its input together, and what
+advances the learner's counter, where XLA has that behind the scan. Not held to the limit, for
+comparison: a readout in front of the loss, which launches what its own gradient takes.
 
 """
 WINDOW_HEADER = (

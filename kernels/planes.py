@@ -11,6 +11,7 @@ __all__ = [
     'Plane',
     'PyTree',
     'add',
+    'add_read',
     'add_trees',
     'after',
     'check_planes',
@@ -169,7 +170,20 @@ def add_trees(parts: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts) if parts else None
 
 
-def read_trace(rules: Any, signal: Sequence[Plane] | None, trace: Sequence[Any]) -> PyTree:
-    """``sum_q signal[q] . trace[q]``, shaped like the weights; None if nothing is read."""
+def read_trace(
+    rules: Any, signal: Sequence[Plane] | None, trace: Sequence[Any], total: Any = None
+) -> PyTree:
+    """``total + sum_q signal[q] . trace[q]``, shaped like the weights; None if there is neither."""
     pairs = zip(signal or [None] * len(trace), trace, strict=True)
-    return add_trees([rules.contract(p, e) for p, e in pairs if p is not None and e is not None])
+    parts = [rules.contract(p, e) for p, e in pairs if p is not None and e is not None]
+    return add_read(total, add_trees(parts))
+
+
+def add_read(total: Any, read: Any) -> Any:
+    """The gradient of a product and what is read of a trace, of which either may be None.
+
+    What the first has no entry for is left out.
+    """
+    if total is None or read is None:
+        return read if total is None else total
+    return {name: value + read[name] for name, value in total.items()}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import PyTree
-from ..runtime.factors import Entry, Factors, Signals, Zeros, as_window, stacked
+from ..runtime.factors import Entry, Factors, Signals, Zeros, as_window, stacked, without_zeros
 from ..runtime.fission import StatefulLoop
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import MultiStepData, SingleStepData
@@ -284,6 +284,8 @@ class SequenceDriverMixin:
 
         loop = StatefulLoop(step, inputs, windows.bar is not None)
         like_outputs, (like_factors, like_signals) = loop.ys
+        are_zero = loop.are_zero[1][1]
+        like_signals = without_zeros(like_signals, are_zero)
 
         def window(
             inputs: Any,
@@ -294,6 +296,7 @@ class SequenceDriverMixin:
             alone: bool = False,
         ) -> Any:
             (outputs, (factors, signals)), grads = loop(inputs, show)
+            signals = without_zeros(signals, are_zero)
             steps, relations = _length(inputs), self.graph.hidden_param_op_relations
             outputs, signals = stacked((outputs, signals), steps, (like_outputs, like_signals))
             factors = as_window(factors, relations, steps, like_factors)
@@ -366,8 +369,10 @@ class SequenceDriverMixin:
             if bar is not None:
                 show = lambda i, ys: bar(done + i, carry=None, y=ys[0])  # noqa: E731
             total, trace, outputs = window(inputs, total, entry, index, show, alone)
-            entry = None if entry is None else Entry(trace, jnp.ones((), bool))
-            return (total, entry, index + _length(inputs)), outputs
+            after = index + _length(inputs)
+            # Always set: with the index it takes one launch, and as a constant a copy of its own.
+            entry = None if entry is None else Entry(trace, after != index)
+            return (total, entry, after), outputs
 
         carry: Any = (total, entry, index)
         outputs, start = [], 0

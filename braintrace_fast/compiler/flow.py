@@ -12,6 +12,7 @@ does not correspond to its own, so that no path between them can line up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var, rewire
@@ -31,6 +32,9 @@ from .alignment import (
 from .control_flow import has_body, has_while
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
+
+_KEEPS_UNIFORM = frozenset('broadcast_in_dim exprel stop_gradient'.split())
+"""What makes equal elements of equal ones, besides operations element by element."""
 
 
 class Dependence(NamedTuple):
@@ -262,7 +266,8 @@ class Flow:
     def slice(self, sources: Sequence[Var], results: Sequence[Var]) -> Slice:
         """The part of the step through which the sources reach the results position by position.
 
-        Every other variable that it needs becomes a constant of the slice.
+        Every other variable that it needs becomes a constant of the slice; but of an array that is
+        one number throughout, the slice has the way from the number, which may be cheaper to pass.
         """
         reached: set[Var] = set().union(*(self._reached[source] for source in sources))
         inner = reached.difference(sources)
@@ -278,24 +283,54 @@ class Flow:
                     for place, v in enumerate(self.eqns[index].invars)
                     if not isinstance(v, Literal) and v in inner and place not in detached
                 ]
+        read = [v for index in kept for v in self.eqns[index].invars if not isinstance(v, Literal)]
+        made = self._ways(read)
+        kept.update(made.values())
         constants: dict[Var, Var] = {}
         eqns = []
         for index in sorted(kept):
             eqn, detached = self.eqns[index], self.detached.get(index, ())
             operands = list(eqn.invars)
             for place, v in enumerate(operands):
-                if isinstance(v, Literal):
+                if isinstance(v, Literal) or v in made:
                     continue
                 if v not in reached:
                     constants[v] = v
                 elif place in detached:
                     operands[place] = constants.setdefault(v, new_var(v.aval))
             # A result that no source reaches is a constant too: rename it out of the way.
-            outvars = [v if v in reached else new_var(v.aval) for v in eqn.outvars]
+            outvars = [v if v in reached or v in made else new_var(v.aval) for v in eqn.outvars]
             eqns.append(rewire(eqn, operands, outvars))
-        constants.update((v, v) for v in results if v not in reached)
+        constants.update((v, v) for v in results if v not in reached and v not in made)
         jaxpr = build_jaxpr(list(constants.values()), sources, results, eqns)
         return Slice(jaxpr, list(constants), not self.loops.isdisjoint(kept))
+
+    @cached_property
+    def _uniform(self) -> set[Var]:
+        """Arrays that are one number throughout, by the way they are computed, from no source."""
+        found: set[Var] = set()
+        for eqn in self.eqns:
+            if is_element_wise(eqn) or eqn.primitive.name in _KEEPS_UNIFORM:
+                if all(self._is_number(v) or v in found for v in eqn.invars):
+                    found.update(eqn.outvars)
+        return found
+
+    def _is_number(self, v: Atom) -> bool:
+        return isinstance(v, Literal) or (v.aval.shape == () and not self.of(v))
+
+    def _ways(self, variables: Iterable[Var]) -> dict[Var, int]:
+        """What leads to those of some variables that are uniform, each with its equation."""
+        made: dict[Var, int] = {}
+        pending = [v for v in variables if v in self._uniform]
+        while pending:
+            v = pending.pop()
+            if v not in made:
+                made[v] = self.producer[v]
+                operands = self.eqns[made[v]].invars
+                pending += [
+                    a for a in operands if not isinstance(a, Literal) and a in self._uniform
+                ]
+        return made
 
 
 def _meet_in_place(

@@ -218,6 +218,18 @@ def as_window(
     return Factors(x, f, factors.D, stacked(factors.varying, steps, shapes.varying))
 
 
+def without_zeros(signals: Signals, are_zero: Signals) -> Signals:
+    """Signals without planes of ``L`` and ``R`` of which it is known that they are zero."""
+
+    def drop(planes: Any, zero: Any) -> Any:
+        return tuple(
+            tuple(None if z else plane for plane, z in zip(*pair, strict=True))
+            for pair in zip(planes, zero, strict=True)
+        )
+
+    return signals._replace(L=drop(signals.L, are_zero.L), R=drop(signals.R, are_zero.R))
+
+
 def stacked(tree: PyTree, steps: int, shapes: PyTree) -> PyTree:
     """Arrays with a leading axis of all steps, from what a loop gives; with shapes of one step."""
     return jax.tree.map(lambda a, one: jnp.broadcast_to(a, (steps, *one.shape)), tree, shapes)

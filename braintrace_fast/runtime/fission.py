@@ -20,6 +20,7 @@ from typing import Any
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._compat import (
@@ -186,6 +187,13 @@ class StatefulLoop:
     def ys(self) -> PyTree:
         """The shapes of one step's ``ys``."""
         return self._loop.shapes[1]
+
+    @property
+    def are_zero(self) -> PyTree:
+        """Which of the ``ys`` are zero in all steps, by the way they are computed."""
+        parts = self._loop.parts
+        zeros = _zeros(parts.first)
+        return jax.tree.unflatten(jax.tree.structure(self.ys), [_in(v, zeros) for v in parts.ys])
 
     def __call__(
         self, xs: Sequence[PyTree], progress: Progress | None = None
@@ -421,6 +429,17 @@ def _evaluate(
     eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outs: Sequence[Atom], values: Sequence[Any]
 ) -> list[jax.Array]:
     return jax.core.eval_jaxpr(build_jaxpr((), inputs, outs, eqns), (), *values)
+
+
+def _zeros(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The variables that are zero whatever the values of others."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        if eqn.primitive.name in LINEAR and all(
+            not np.any(v.val) if isinstance(v, Literal) else v in found for v in eqn.invars
+        ):
+            found.update(eqn.outvars)
+    return found
 
 
 def _in(v: Atom, known: Container[Var]) -> bool:

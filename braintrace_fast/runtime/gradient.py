@@ -60,21 +60,31 @@ class GradientSum:
         """
         if cotangent is None:
             return
-        relation = self._relations[index]
-        ways = [
-            (key, way, leaves_of(self._params, way), varying.get(key, ()))
-            for key, way in relation.weight_ways.items()
-        ]
-        weights = {key: way(leaves, read) for key, way, leaves, read in ways}
-        grads = relation.primitive.weight_vjp(
-            x, cotangent, weights, leading_axes=leading_axes, **relation.eqn_params
-        )
-        for key, way, leaves, read in ways:
+        grads = self.product(index, x, cotangent, varying, leading_axes)
+        for key, way in self._relations[index].weight_ways.items():
             if not only(key):
                 continue
-            pulled = way.pull_back(leaves, grads[key], read)
+            pulled = way.pull_back(leaves_of(self._params, way), grads[key], varying.get(key, ()))
             for place in way.traced:
                 self._add_leaf(way.paths[place], way.leaf_indices[place], pulled[place])
+
+    def product(
+        self,
+        index: int,
+        x: jax.Array | None,
+        cotangent: jax.Array,
+        varying: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+        leading_axes: int = 0,
+    ) -> dict[str, jax.Array]:
+        """The weight gradients of an op, in its coordinates; by default those of a step."""
+        relation = self._relations[index]
+        weights = {
+            key: way(leaves_of(self._params, way), varying.get(key, ()))
+            for key, way in relation.weight_ways.items()
+        }
+        return relation.primitive.weight_vjp(
+            x, cotangent, weights, leading_axes=leading_axes, **relation.eqn_params
+        )
 
     def exchange(
         self, factors: Factors, exact: Sequence[jax.Array], replaced: Sequence[jax.Array]

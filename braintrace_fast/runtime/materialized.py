@@ -6,8 +6,8 @@ g_t    = c_t (x) x_t + (L_t[s] D_t[s,q] + R_t[q]) e_{t-1}[q]
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -96,7 +96,7 @@ class MaterializedEngine:
         def shape(r: int, group: HiddenGroup) -> Any:
             relation = self.relations[r]
             plane = group_plane(group)
-            outer = functools.partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
+            outer = partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
             shapes = jax.eval_shape(outer, x_shape(relation), plane)
             return jax.tree.map(
                 lambda a: jax.ShapeDtypeStruct(a.shape, self.trace_dtype or a.dtype), shapes
@@ -207,7 +207,7 @@ class MaterializedEngine:
         left: list[Plane] = []  # what the loss says of an op in its step, in no walk so far
         if signals is not None:
             left = [c if p else None for c, p in zip(signals.c, self.passes, strict=True)]
-        new: list[list[Any]] = [[None] * len(r.hidden_groups) for r in self.relations]
+        walks: dict[tuple[int, int], Any] = {}
         for group in self.graph.hidden_groups:
             feeding = places_of(self.relations, group)
             if not feeding:
@@ -228,26 +228,40 @@ class MaterializedEngine:
             )
             for k, (r, place) in enumerate(feeding):
                 backs[r].append(found.w[k])
-                if entry is not None:
-                    new[r][place], read = trace_carry(
-                        bound_rules(self.relations[r]),
-                        factors.x[r],
-                        found.P,
-                        found.u[k],
-                        entry.trace[r][place],
-                        found.nu,
-                        seed=self._seed(step, r, group.index),
-                        live=entry.live,
-                        overwrite=overwrite,
-                        backend=self.backend,
-                    )
-                    if total is not None:
-                        total.add_past(r, read)
-        if total is not None and signals is not None:
-            for r, c in enumerate(signals.c):
+                walks[r, place] = found, k
+        new: list[list[Any]] = [[] for _ in self.relations]
+        for r, relation in enumerate(self.relations):
+            w: Plane = None
+            if total is not None and signals is not None:
                 back = add(backs[r])
-                past = None if back is None else sum_middle(back, c.ndim)
-                total.add_product(r, factors.x[r], add([left[r], past]), leading_axes=1)
+                past = None if back is None else sum_middle(back, signals.c[r].ndim)
+                w = add([left[r], past])
+            if entry is None:
+                if total is not None:
+                    total.add_product(r, factors.x[r], w, leading_axes=1)
+                continue
+            grads: Any = None
+            if total is not None and w is not None:
+                grads = total.product(r, factors.x[r], w, leading_axes=1)
+            for place, group in enumerate(relation.hidden_groups):
+                found, k = walks[r, place]
+                planes, read = trace_carry(
+                    bound_rules(relation),
+                    factors.x[r],
+                    found.P,
+                    found.u[k],
+                    entry.trace[r][place],
+                    found.nu,
+                    seed=self._seed(step, r, group.index),
+                    live=entry.live,
+                    w=w if place == 0 else None,
+                    total=grads if place == 0 else None,
+                    overwrite=overwrite,
+                    backend=self.backend,
+                )
+                new[r].append(planes)
+                if total is not None:
+                    total.add_past(r, read)
         return None if entry is None else tuple(map(tuple, new))
 
     def _seed(self, step: jax.Array, relation: int, group: int) -> jax.Array | None:
@@ -295,9 +309,9 @@ def bound_rules(
     return dataclasses.replace(
         rules,
         outer=outer,
-        outer_sum=functools.partial(rules.outer_sum, **params),
-        decay=functools.partial(rules.decay, **params),
-        contract=functools.partial(rules.contract, **params),
+        outer_sum=partial(rules.outer_sum, **params),
+        decay=partial(rules.decay, **params),
+        contract=partial(rules.contract, **params),
         is_outer=rules.is_outer and not slopes,
     )
 

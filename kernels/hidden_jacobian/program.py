@@ -125,8 +125,12 @@ def redundant(transition: Any, constants: Any, inputs: Sequence[Any]) -> str | N
 
 def _unknown(jaxpr: Any, varshape: tuple[int, ...], known: frozenset[str] | set[str]) -> str | None:
     """The first equation that tiles cannot be put through, or None."""
+    numbers: set[Any] = set()  # known beforehand
     for eqn in _needed(jaxpr):
         name, inner = eqn.primitive.name, _inner(eqn)
+        if _variables(eqn.invars) <= numbers:
+            numbers.update(eqn.outvars)
+            continue
         if inner is not None:
             found = _unknown(inner[0], varshape, known)
             if found:

@@ -79,8 +79,9 @@ def vmem_bytes(todo: Pass, tile: Tile) -> int:
         block(a.dtype, tile.batch, tile.outputs)
         for a in (*given.decay.values(), *given.signal.values())
     ]
-    blocks += [block(a.dtype, *steps, tile.outputs) for a in given.fresh.values()]
-    blocks += [block(given.x.dtype, *steps, tile.inputs)] if given.fresh else []
+    multiplied = [*given.fresh.values(), *([] if given.w is None else [given.w])]
+    blocks += [block(a.dtype, *steps, tile.outputs) for a in multiplied]
+    blocks += [block(given.x.dtype, *steps, tile.inputs)] if multiplied else []
     total = 0 if todo.read is None else block(float32, tile.inputs, tile.outputs)
     sums = len(_narrow(todo)) * block(float32, *plane)
     return 2 * sum(blocks) + sums + 3 * total
@@ -108,6 +109,8 @@ def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, 
         rows = pl.BlockSpec((tile.steps, tile.batch, tile.outputs), lambda o, i, b, c: (c, b, o))
         columns = pl.BlockSpec((tile.steps, tile.batch, tile.inputs), lambda o, i, b, c: (c, b, i))
     given = todo.operands
+    if given.live is not None:  # a kernel cannot read a flag
+        given = given._replace(live=given.live.astype(jnp.float32))
     leaves = jax.tree.leaves(given)
     scratch: list[Any] = [
         dict.fromkeys(
@@ -130,6 +133,7 @@ def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, 
             dict.fromkeys(given.fresh, rows),
             dict.fromkeys(given.signal, row),
             dict.fromkeys(given.trace, plane),
+            None if given.w is None else rows,
             *(None if a is None else pl.BlockSpec(memory_space=pltpu.SMEM) for a in given[-2:]),
         ],
         out_specs=(
@@ -175,23 +179,28 @@ def _kernel(
             )
         new[s][b] = value.astype(new[s].dtype)
 
+    def inside(b: int) -> Any:
+        return todo.batch % tile.batch == 0 or first + b < todo.batch
+
     def enter() -> None:
         """Read the old planes, example by example, and decay them."""
         decay, signal = jax.tree.map(load, (refs.decay, refs.signal))
         if refs.live is not None:
             live = refs.live[0, 0]
             decay, signal = jax.tree.map(lambda plane: plane * live, (decay, signal))
-        if refs.fresh and not todo.window:
-            columns, fresh = load(refs.x).T, jax.tree.map(load, refs.fresh)
+        if refs.x is not None and not todo.window:
+            columns = load(refs.x).T
+            fresh, w = jax.tree.map(load, (refs.fresh, refs.w))
         zero = jnp.zeros((tile.inputs, tile.outputs), jnp.float32)
         gradient = zero
         for b in range(tile.batch):
             here = slice(b, b + 1)
             old = {q: ref[b].astype(jnp.float32) for q, ref in refs.trace.items()}
             part = add(plane[here] * old[q] for q, plane in signal.items())
+            if refs.w is not None and not todo.window:
+                part = add([part, columns[:, here] * w[here]])
             if part is not None:
-                inside = todo.batch % tile.batch == 0 or first + b < todo.batch
-                gradient += _if(inside, part)
+                gradient += _if(inside(b), part)
             for s in new:
                 value = add(plane[here] * old[q] for (p, q), plane in decay.items() if p == s)
                 if todo.window:
@@ -203,12 +212,14 @@ def _kernel(
         if refs.signal:
             total[...] = gradient + _if(examples > 0, total[...])
 
-            @pl.when(first + tile.batch >= todo.batch)
-            def _() -> None:
-                read[...] = total[...].astype(read.dtype)
+    def leave() -> None:
+        read[...] = total[...].astype(read.dtype)
 
+    is_last = first + tile.batch >= todo.batch
     if not todo.window:
         enter()
+        if refs.signal:
+            pl.when(is_last)(leave)
         return
     pl.when(chunk == 0)(enter)
     left = todo.steps - chunk * tile.steps
@@ -219,10 +230,15 @@ def _kernel(
         return _if(todo.steps % tile.steps == 0 or step < left, value)
 
     for b in range(tile.batch):
-        if refs.fresh:
+        if refs.x is not None:
             x = steps_of(refs.x, b)
         for s, ref in refs.fresh.items():
             sums[s][b] += dot(x, steps_of(ref, b))
+        if refs.w is not None:
+            total[...] += _if(inside(b), dot(x, steps_of(refs.w, b)))
+
+    if refs.signal:
+        pl.when(is_last & (left <= tile.steps))(leave)
 
     @pl.when(left <= tile.steps)
     def _() -> None:

@@ -23,7 +23,7 @@ class Operands(NamedTuple):
     Attributes
     ----------
     x : array or None
-        The input, ``(B, I)``, or ``(K, B, I)`` over a window; None if nothing is added.
+        The input, ``(B, I)``, or ``(K, B, I)`` over a window; None if it is not multiplied.
     decay : dict
         ``D[s][q]`` or ``P[s][q]`` by ``(s, q)``, each ``(B, O)``.
     fresh : dict
@@ -32,10 +32,12 @@ class Operands(NamedTuple):
         What reads the old planes, by ``q``, each ``(B, O)``.
     trace : dict
         The old planes that are read, by ``q``, each ``(B, I, O)``.
+    w : array or None
+        What is multiplied by ``x`` and counted with what the signal reads, like ``f[s]``.
     keys : array or None
         The key of stochastic rounding per plane, ``(1, S)``; None to round to the nearest.
     live : array or None
-        A number that the old planes are multiplied by, ``(1, 1)``; None for one.
+        A number or a flag that the old planes are multiplied by, ``(1, 1)``; None for one.
     """
 
     x: Any
@@ -43,6 +45,7 @@ class Operands(NamedTuple):
     fresh: dict[int, Any]
     signal: dict[int, Any]
     trace: dict[int, Any]
+    w: Any
     keys: Any
     live: Any
 
@@ -115,8 +118,13 @@ def as_pass(
     seed: Any,
     live: Any,
     window: bool,
+    w: Plane = None,
+    total: Any = None,
 ) -> Pass:
-    """Keep what is there of the operands of ``trace_step`` or, over a window, ``trace_carry``."""
+    """Keep what is there of the operands of ``trace_step`` or, over a window, ``trace_carry``.
+
+    ``total`` says of what type the product with ``w`` is, if it is wanted for the weight at all.
+    """
     kept = {q: e['weight'] for q, e in enumerate(trace) if e is not None}
     *lead, inputs, outputs = next(iter(kept.values())).shape
     batch, time = math.prod(lead), x.shape[:window]
@@ -132,21 +140,24 @@ def as_pass(
     }
     added = {s: fresh[s] for s in kept if fresh[s] is not None}
     read = {q for _, q in planes} | set(signals)
+    summed = [a for q in signals for a in (signals[q], kept[q])]
+    multiplied = bool(signals) and w is not None and 'weight' in total
+    if multiplied:
+        summed.append(total['weight'])
     row = flat(batch, outputs)
     return Pass(
         Operands(
-            flat(*time, batch, inputs)(x) if added else None,
+            flat(*time, batch, inputs)(x) if added or multiplied else None,
             jax.tree.map(row, planes),
             jax.tree.map(flat(*time, batch, outputs), added),
             jax.tree.map(row, signals),
             {q: flat(batch, inputs, outputs)(kept[q]) for q in sorted(read)},
+            flat(*time, batch, outputs)(w) if multiplied else None,
             None if seed is None else keys(seed, len(trace))[None],
-            None if live is None else live.astype(jnp.float32).reshape(1, 1),
+            None if live is None else live.reshape(1, 1),
         ),
         {s: kept[s].dtype for s in kept if s in added or any(s == p for p, _ in planes)},
-        jnp.result_type(*(a.dtype for q in signals for a in (signals[q], kept[q])))
-        if signals
-        else None,
+        jnp.result_type(*(a.dtype for a in summed)) if signals else None,
         batch,
         inputs,
         outputs,
@@ -163,6 +174,8 @@ def reason(
     fresh: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
+    w: Plane,
+    total: Any,
     window: bool,
 ) -> str | None:
     """Why no kernel that ``supports`` some passes takes these operands; None if it does."""
@@ -179,7 +192,7 @@ def reason(
         *((e['weight'], (*lead, inputs, outputs)) for e in kept),
         *((a, row) for e in kept for name, a in e.items() if name != 'weight'),
         *((a, row) for planes in (*decay, signal or ()) for a in planes if a is not None),
-        *((a, rows) for a in fresh if a is not None),
+        *((a, rows) for a in (*fresh, w) if a is not None),
     ]
     for a, shape in expected:
         if a.dtype not in FLOATS:
@@ -188,7 +201,7 @@ def reason(
             return f'an operand has shape {a.shape}, expected {shape}'
         if math.prod(shape) == 0:
             return f'an operand of shape {shape} is empty'
-    todo = as_pass(x, decay, fresh, trace, signal, None, None, window)
+    todo = as_pass(x, decay, fresh, trace, signal, None, None, window, w, total)
     return supports(todo) if todo.written or todo.operands.signal else 'there is nothing to compute'
 
 
@@ -202,15 +215,17 @@ def run(
     signal: Sequence[Plane] | None,
     seed: Any,
     live: Any,
+    w: Plane,
+    total: Any,
     window: bool,
 ) -> tuple[tuple[Any, ...], Any]:
     """Launch the kernel for the weight, take the ``plain`` op for the rest, and join them."""
-    todo = as_pass(x, decay, fresh, trace, signal, seed, live, window)
+    todo = as_pass(x, decay, fresh, trace, signal, seed, live, window, w, total)
     weights, weight_read = launch(todo)
     old = next(e for e in trace if e is not None)
     rules = PlaneRules(tuple(name for name in old if name != 'weight'))
     new: list[Any] = [{} if s in weights else None for s in range(len(trace))]
-    read: Any = None if weight_read is None else {}
+    read: Any = {}
     if rules.names:
         rest = [e and {name: e[name] for name in rules.names} for e in trace]
         found, rest_read = plain(rules, x, decay, fresh, rest, signal, seed, live)
@@ -219,8 +234,13 @@ def run(
     shape = old['weight'].shape
     for s, weight in weights.items():
         new[s] = new[s] | {'weight': weight.reshape(shape)}
-    if weight_read is not None:
-        read = read | {'weight': weight_read}
+    if weight_read is None:
+        return tuple(new), total
+    read = read | {'weight': weight_read}
+    if total is not None:  # the kernel has multiplied for the weight, so that nobody else does
+        read = {
+            name: read[name] if name == 'weight' else read[name] + a for name, a in total.items()
+        }
     return tuple(new), read
 
 
@@ -238,9 +258,12 @@ def entry_points(
         signal: Sequence[Plane] | None = None,
         seed: Any = None,
         live: Any = None,
+        w: Plane = None,
+        total: Any = None,
     ) -> str | None:
         """Why there is no kernel for these operands, with whatever seed and flag; or None."""
-        return reason(platform.supports, rules, x, decay, fresh, trace, signal, window)
+        operands = x, decay, fresh, trace, signal, w, total
+        return reason(platform.supports, rules, *operands, window)
 
     def op(
         rules: Any,
@@ -251,12 +274,15 @@ def entry_points(
         signal: Sequence[Plane] | None = None,
         seed: Any = None,
         live: Any = None,
+        w: Plane = None,
+        total: Any = None,
         *,
         interpret: Any = False,
     ) -> tuple[tuple[Any, ...], Any]:
         """What ``plain`` gives; with a ``seed``, bfloat16 is rounded stochastically."""
         launch = partial(platform.launch, name=plain.__name__, interpret=interpret)
-        return run(launch, plain, x, decay, fresh, trace, signal, seed, live, window)
+        operands = x, decay, fresh, trace, signal, seed, live, w, total
+        return run(launch, plain, *operands, window)
 
     return supports, op
 

@@ -21,6 +21,7 @@ from .operands import Operands, Pass, dot
 
 __all__ = ['Tile', 'choose_tile', 'launch', 'supports']
 
+GRADIENT = -1  # beside the numbers of the planes
 ROWS = 48  # of planes that a thread may hold at once; S x S and 2 S of them for S = 6
 
 
@@ -53,7 +54,8 @@ def choose_tile(todo: Pass) -> Tile:
 
 def supports(todo: Pass) -> str | None:
     """Why there is no kernel for this pass, or None."""
-    rows = len(todo.operands.decay) + len(todo.operands.fresh) + len(todo.operands.signal)
+    given = todo.operands
+    rows = len(given.decay) + len(given.fresh) + len(given.signal) + (given.w is not None)
     if rows > ROWS:
         return f'it takes {rows} planes per tile, and registers hold {ROWS}'
     size = todo.batch * todo.inputs * todo.outputs
@@ -82,6 +84,7 @@ def launch(todo: Pass, *, name: str, interpret: bool = False) -> tuple[dict[int,
             dict.fromkeys(given.fresh, rows),
             dict.fromkeys(given.signal, row),
             dict.fromkeys(given.trace, plane),
+            None if given.w is None else rows,
             None if given.keys is None else pl.BlockSpec(given.keys.shape, lambda i, o: (0, 0)),
             None if given.live is None else pl.BlockSpec((1, 1), lambda i, o: (0, 0)),
         ],
@@ -115,12 +118,16 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
         return load(ref.at[b], o < todo.outputs)[None, :]
 
     def past(ref: Any, b: Any) -> jax.Array:
-        return row(ref, b) if refs.live is None else row(ref, b) * refs.live[0, 0]
+        return (
+            row(ref, b) if refs.live is None else row(ref, b) * refs.live[0, 0].astype(jnp.float32)
+        )
+
+    multiplied = refs.fresh if refs.w is None else {**refs.fresh, GRADIENT: refs.w}
 
     def step(b: Any, planes: dict[int, Any]) -> dict[int, Any]:
         """Add ``f[s] (x) x``."""
         x = load(refs.x.at[b], i < todo.inputs)[:, None]
-        return {s: add([planes[s], x * row(ref, b)]) for s, ref in refs.fresh.items()}
+        return {s: add([planes[s], x * row(ref, b)]) for s, ref in multiplied.items()}
 
     def window(b: Any, planes: dict[int, Any]) -> dict[int, Any]:
         """Add ``sum_t u_t[s] (x) x_t``, some steps at a time."""
@@ -132,11 +139,11 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
             mask = inside & (o < todo.outputs)[None, :]
             return {
                 s: sums[s] + dot(x, plgpu.load(ref.at[steps, b], mask=mask, other=0.0))
-                for s, ref in refs.fresh.items()
+                for s, ref in multiplied.items()
             }
 
         zero = jnp.zeros((tile.inputs, tile.outputs), jnp.float32)
-        sums = {s: zero if planes[s] is None else planes[s] for s in refs.fresh}
+        sums = {s: zero if planes[s] is None else planes[s] for s in multiplied}
         chunks = pl.cdiv(todo.steps, tile.steps)
         return lax.fori_loop(0, chunks, chunk, sums)
 
@@ -148,7 +155,8 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
             s: add(past(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
             for s in new
         }
-        if refs.fresh:
+        planes[GRADIENT] = total
+        if multiplied:
             planes |= (window if todo.window else step)(b, planes)
         for s, ref in new.items():
             value = planes[s]
@@ -156,7 +164,7 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
                 place = (b * todo.inputs + i[:, None]) * todo.outputs + o[None, :]
                 value = stochastic(value, refs.keys[0, s], place.astype(jnp.uint32))
             plgpu.store(ref.at[b], value.astype(ref.dtype), mask=both)
-        return total
+        return planes[GRADIENT]
 
     start = jnp.zeros(both.shape, jnp.float32) if refs.signal else None
     total = lax.fori_loop(0, todo.batch, example, start)

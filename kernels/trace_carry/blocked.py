@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..planes import Plane, PyTree, add_trees
+from ..planes import Plane, PyTree, add_read
 from . import reference
 
 __all__ = ['trace_carry']
@@ -26,6 +26,8 @@ def trace_carry(
     signal: Sequence[Plane] | None,
     seed: Any = None,
     live: Any = None,
+    w: Plane = None,
+    total: Any = None,
     *,
     overwrite: bool = True,
 ) -> tuple[tuple[Any, ...], Any]:
@@ -36,7 +38,7 @@ def trace_carry(
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
     plain = seed is not None or not rules.is_outer
     if plain or x is None or x.ndim < 3 or shapes != {x.shape[1:-1]}:
-        return reference.trace_carry(rules, x, P, u, trace, signal, seed, live)
+        return reference.trace_carry(rules, x, P, u, trace, signal, seed, live, w, total)
     last = x.shape[1] - 1
 
     def one(example: Any, old: Any) -> Any:
@@ -47,7 +49,7 @@ def trace_carry(
     def body(example: Any, carry: Any) -> Any:
         new, old, read = carry
         values, part = one(example, _at(given, example) if old is None else old)
-        read = read if part is None else add_trees([read, part])
+        read = add_read(read, part)
         new = jax.tree.map(
             lambda a, b: lax.dynamic_update_index_in_dim(a, b, example, 0), new, values
         )
@@ -55,7 +57,7 @@ def trace_carry(
 
     given = tuple(trace)
     first = _at(given, 0)
-    read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, 0, first)[1])
+    read = _start(total, jax.eval_shape(one, 0, first)[1])
     start = (given, first, read)
     if not overwrite:
         # Room to write to: XLA would make one array of equal numbers, and copy it.
@@ -64,6 +66,14 @@ def trace_carry(
         start = (jax.tree.unflatten(tree, room), None, read)
     new, _, read = lax.fori_loop(0, last + 1, body, start)
     return new, read
+
+
+def _start(total: Any, part: Any) -> Any:
+    """What to add parts to: zeros, or the total in a type that holds its sum with them."""
+    if total is None:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), part)
+    types = jax.eval_shape(add_read, total, part)
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), total, types)
 
 
 def _at(tree: PyTree, example: Any, axis: int = 0) -> PyTree:

@@ -20,10 +20,12 @@ def trace_carry(
     signal: Sequence[Plane] | None,
     seed: Any = None,
     live: Any = None,
+    w: Plane = None,
+    total: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
-    With a ``seed``, planes of bfloat16 are rounded stochastically.
+    With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
     """
     P, signal = if_live(live, (P, signal))
 
@@ -37,4 +39,4 @@ def trace_carry(
         return store(add_trees([*fresh, *decayed]), trace, s, seed)
 
     advanced = tuple(None if old is None else new(s) for s, old in enumerate(trace))
-    return advanced, read_trace(rules, signal, trace)
+    return advanced, read_trace(rules, signal, trace, total)

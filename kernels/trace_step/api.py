@@ -23,11 +23,13 @@ def trace_step(
     *,
     seed: jax.Array | None = None,
     live: jax.Array | None = None,
+    w: Plane = None,
+    total: Any = None,
     backend: Backend = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
     """The trace of one op after a step, and what a signal reads of the trace before.
 
-    ``e'[s] = sum_q D[s][q] e[q] + f[s] (x) x`` and ``sum_q signal[q] . e[q]``
+    ``e'[s] = sum_q D[s][q] e[q] + f[s] (x) x`` and ``w (x) x + sum_q signal[q] . e[q]``
 
     Parameters
     ----------
@@ -48,6 +50,11 @@ def trace_step(
         each time that a trace is written.
     live : bool array, optional
         A flag; if it is not set, the old trace counts as zero. What it holds must be finite.
+    w : array, optional
+        What the loss says of the op's output, counted with what the signal reads.
+    total : dict, optional
+        The weights' gradient by ``w`` and ``x``, given with ``w``. A kernel makes the weight's
+        itself, so that nobody else has to.
     backend : Backend
         What to run it with.
 
@@ -56,11 +63,12 @@ def trace_step(
     trace : tuple
         Per plane, the trace after the step in the type of the old; None if it is not kept.
     read : dict or None
-        What the signal reads, shaped like the weights; None if it reads nothing.
+        What the signal reads, shaped like the weights, and ``total``, of whose entries it has no
+        more; None if there is neither.
     """
     check_planes('trace_step', len(trace), D=D, f=f, signal=signal)
 
     def bind(function: Any) -> Any:
         return functools.partial(function, rules)
 
-    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal, seed, live)
+    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal, seed, live, w, total)

@@ -27,6 +27,8 @@ def redundant(
     signal: Sequence[Plane] | None = None,
     seed: Any = None,
     live: Any = None,
+    w: Plane = None,
+    total: Any = None,
 ) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None."""
     if seed is None and sum(e is not None for e in trace) <= 3:

@@ -20,13 +20,15 @@ def trace_step(
     signal: Sequence[Plane] | None,
     seed: Any = None,
     live: Any = None,
+    w: Plane = None,
+    total: Any = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
 
-    With a ``seed``, planes of bfloat16 are rounded stochastically.
+    With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
     """
     D, signal = if_live(live, (D, signal))
-    read = read_trace(rules, signal, trace)
+    read = read_trace(rules, signal, trace, total)
     done = [read]
     new: list[Any] = [None] * len(trace)
     for s in update_order([[plane is not None for plane in row] for row in D]):

@@ -28,6 +28,8 @@ def redundant(
     signal: Sequence[Plane] | None = None,
     seed: Any = None,
     live: Any = None,
+    w: Plane = None,
+    total: Any = None,
 ) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None."""
     batch, planes = math.prod(x.shape[:-1]), sum(e is not None for e in trace)

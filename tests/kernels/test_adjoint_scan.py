@@ -80,8 +80,8 @@ def recurrence(D, f, L, R, x, start):
 
 
 @settings(max_examples=30)
-@given(factors(), st.booleans(), st.booleans())
-def test_a_window_is_the_recurrence(x64, case, overwrite, within):
+@given(factors(), st.booleans(), st.booleans(), st.booleans())
+def test_a_window_is_the_recurrence(x64, case, overwrite, within, at_once):
     dense, planes = case
     trace, gradient = recurrence(**dense)
     if within:
@@ -91,10 +91,13 @@ def test_a_window_is_the_recurrence(x64, case, overwrite, within):
     )
     x, start = jnp.asarray(dense['x']), jnp.asarray(dense['start'])
     total = np.zeros((INPUTS, SIZE))
-    if found.w[0] is not None:
-        total = total + np.einsum('tbi,tbo->io', dense['x'], np.asarray(found.w[0]))
-    old = [{'weight': e} for e in start]
     options = dict(overwrite=overwrite)
+    if found.w[0] is not None:
+        total = np.einsum('tbi,tbo->io', dense['x'], np.asarray(found.w[0]))
+        if at_once:
+            options |= dict(w=found.w[0], total={'weight': jnp.asarray(total)})
+            total = np.zeros_like(total)
+    old = [{'weight': e} for e in start]
     new, read = trace_carry(RULES, x, found.P, found.u[0], old, found.nu, **options)
     for s, e in enumerate(new):
         np.testing.assert_allclose(e['weight'], trace[s], rtol=1e-9, atol=1e-9)

@@ -286,3 +286,11 @@ def test_a_choice_by_number_lowers():
     assert_same(triton.hidden_jacobian(*case, interpret=True), reference.hidden_jacobian(*case))
     run = functools.partial(triton.hidden_jacobian, case[0])
     assert count_calls(lowered(run, *case[1:], platform='cuda'), 'cuda') == 1
+
+
+@pytest.mark.parametrize('name', ['lif', 'alif_expon', 'gif_expon'])
+def test_what_is_one_number_throughout_is_no_operand(name):
+    for transition, constants, inputs in transitions(name):
+        for operand in program.program_of(transition, constants, inputs).operands:
+            values = np.unique(operand)
+            assert operand.shape == () or values.size > 1 or any(operand is a for a in inputs)

@@ -140,6 +140,39 @@ def test_a_trace_that_is_not_live_counts_as_zero(op, backend, live):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
 
 
+@BACKENDS
+@OPS
+@pytest.mark.parametrize('stored', ['float32', 'bfloat16'])
+def test_the_product_is_counted_with_what_is_read(op, backend, stored):
+    x, D, f, trace, signal = given(op, 2, (9,), 33, 70, 20, bias=True, stored=stored)
+    w, rules = f[0][::-1], rules_of(True)
+    supports = getattr(op, backend).supports
+
+    def both(backend, product=product, **options):
+        run = call(op, backend, rules, **options)
+        return lambda x, *rest: run(x, *rest, w=w, total=product(x, w))
+
+    assert supports(rules, x, D, f, trace, signal, w=w, total=product(x, w)) is None
+    found, plain = jax.jit(both(backend, interpret=True)), both('reference')
+    new, read = found(x, D, f, trace, signal)
+    wanted = jax.eval_shape(plain, x, D, f, trace, signal)
+    assert_close((new, read), wanted, exact(plain, x, D, f, trace, signal))
+    only = jax.jit(both(backend, only_bias, interpret=True))(x, D, f, trace, signal)[1]
+    assert list(only) == ['bias'] and np.allclose(only['bias'], read['bias'], rtol=1e-4)
+    _, alone = found(x, D, f, trace, None)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), alone, product(x, w))
+    assert 'shape' in supports(rules, x, D, f, trace, signal, w=w[..., :3], total=alone)
+
+
+def product(x, w):
+    weight = jnp.einsum('...i,...o->io', x, w, precision='highest')
+    return {'weight': weight, 'bias': w.sum(tuple(range(w.ndim - 1)))}
+
+
+def only_bias(x, w):
+    return {'bias': product(x, w)['bias']}
+
+
 def test_what_is_not_needed_is_not_read():
     x, D, f, trace, _ = given(STEP, 3, (2,), 3, 4)
     D = [[D[0][0], None, D[0][2]], [D[1][0], None, None], [None, None, None]]

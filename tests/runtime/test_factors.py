@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
+from braintrace_fast.runtime.factors import Signals, without_zeros
 from tests.algorithm.learning import at, begin, learning, live_values
 from tests.models import MODELS
 from tests.oracles import random_projection
@@ -58,3 +59,10 @@ def test_an_output_that_reads_y_bypasses_them():
     graph = learning(MODELS['output_reads_y'], 'd_rtrl').learner.graph
     assert any(graph.exit_perturb.y_bypasses)
     assert isinstance(graph, btf.ETraceGraph)
+
+
+def test_planes_that_are_zero_are_left_out():
+    signals = Signals(c=(1.0,), L=((1.0, 2.0), (3.0,)), R=((None, 4.0), (None,)))
+    zero = Signals(c=(True,), L=((False, True), (True,)), R=((None, False), (None,)))
+    expected = Signals(c=(1.0,), L=((1.0, None), (None,)), R=((None, 4.0), (None,)))
+    assert without_zeros(signals, zero) == expected

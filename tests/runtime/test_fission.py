@@ -160,3 +160,15 @@ def test_a_number_that_is_shown_is_whole():
     jax.block_until_ready(loop(body, jnp.zeros((3, 4)), XS, show))
     jax.effects_barrier()
     assert seen == [(3, 4)] * 5
+
+
+def test_what_is_zero_in_all_steps_is_known():
+    count = brainstate.ShortTermState(jnp.zeros(2))
+
+    def step(x):
+        count.value = count.value + x
+        return {'none': -jnp.zeros(2), 'ones': jnp.ones(2), 'some': 0 * count.value}, x
+
+    found = StatefulLoop(step, (jnp.ones((3, 2)),))
+    assert found.are_zero == {'none': True, 'ones': False, 'some': False}
+    assert jax.tree.map(len, found((jnp.ones((3, 2)),))[0]) == {'none': 1, 'ones': 1, 'some': 3}
