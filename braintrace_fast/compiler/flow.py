@@ -33,7 +33,7 @@ from .control_flow import has_body, has_while
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
 
-_KEEPS_UNIFORM = frozenset('broadcast_in_dim exprel stop_gradient'.split())
+_KEEPS_UNIFORM = frozenset('broadcast_in_dim stop_gradient'.split())
 """What makes equal elements of equal ones, besides operations element by element."""
 
 

@@ -76,6 +76,9 @@ FREE = frozenset('broadcast_in_dim dynamic_slice iota slice'.split())
 
 REDUCTIONS = frozenset('reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or'.split())
 
+SLICES = frozenset('dynamic_slice gather slice'.split())
+"""What copies a part of its operand."""
+
 VIEWS = frozenset('reshape squeeze expand_dims stop_gradient copy'.split())
 """What shares the memory of its operand."""
 
@@ -412,12 +415,14 @@ def _inner_count(jaxpr: Jaxpr) -> Count:
 def _made(jaxpr: Jaxpr) -> tuple[list[tuple[JaxprEqn, set[Var], list[Var]]], set[Var]]:
     """The equations that make arrays, with those that each reads and writes; and the results."""
     readers: dict[Var, list[str]] = {v: ['a result'] for v in jaxpr.outvars if _is_var(v)}
+    last: dict[Var, JaxprEqn | None] = dict.fromkeys(readers)
     used = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(v in readers for v in eqn.outvars):
             used.append(eqn)
             for v in filter(_is_var, eqn.invars):
                 readers.setdefault(v, []).append(eqn.primitive.name)
+                last.setdefault(v, eqn)
     behind: dict[Var, set[Var]] = {}
 
     def arrays(atoms: Sequence[Atom]) -> set[Var]:
@@ -429,7 +434,11 @@ def _made(jaxpr: Jaxpr) -> tuple[list[tuple[JaxprEqn, set[Var], list[Var]]], set
         if name in VIEWS or _is_fused(name, readers.get(eqn.outvars[0], [])):
             behind[eqn.outvars[0]] = reads
         else:
-            in_place = {v: o for v, o in _in_place(eqn).items() if len(readers.get(o, ())) == 1}
+            in_place = {
+                v: o
+                for v, o in _in_place(eqn).items()
+                if last.get(o) is eqn and set(readers[o][1:]) <= SLICES
+            }
             behind |= {v: arrays([operand]) for v, operand in in_place.items()}
             written = [v for v in eqn.outvars if v in readers and v not in in_place]
             made.append((eqn, reads, written))

@@ -77,4 +77,8 @@ def _start(total: Any, part: Any) -> Any:
 
 
 def _at(tree: PyTree, example: Any, axis: int = 0) -> PyTree:
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, example, axis, keepdims=False), tree)
+    def part(a: jax.Array) -> jax.Array:
+        found = lax.dynamic_slice_in_dim(a, example, 1, axis, allow_negative_indices=False)
+        return lax.squeeze(found, (axis,))
+
+    return jax.tree.map(part, tree)
