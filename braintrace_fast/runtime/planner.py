@@ -46,7 +46,7 @@ SHARE = 4
 UNKNOWN = 2**30
 """The default budget where no one says how much memory is free."""
 
-ENOUGH = 2**27
+ENOUGH = 2**26
 """What a window may grow to by its steps where it carries a trace: longer ones gain nothing, for
 the trace costs little by then, and lose what caches and reused memory give."""
 

@@ -148,8 +148,8 @@ def test_the_report_explains_the_windows():
     assert 'Windows\n  none yet; a window may take 3.0 MB' in learner.report(1)
     temporary_bytes(learner, 1000)
     text = learner.report(1)
-    (count, steps), *_ = learner.plan.windows
-    assert f'1000 steps as {count} x {steps} steps: at most' in text
+    cut = ' and '.join(f'{count} x {steps} steps' for count, steps in learner.plan.windows)
+    assert f'1000 steps as {cut}: at most' in text
     assert 'within the budget of 3.0 MB' in text
     assert f'x {planner.show_bytes(4 * BATCH * (N_IN + N))}, f ' in text
     assert f'the trace: {planner.show_bytes(2 * 4 * BATCH * (N_IN + N + 1) * N)}' in text
@@ -257,7 +257,7 @@ def test_a_plan_is_plain_data():
 
 @pytest.mark.parametrize(('floats', 'longest'), [(2**22, 64), (2**16, 256)])
 def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, longest):
-    """The steps of a window of 2**27 bytes, or 64 if that is more; a budget may be larger."""
+    """The steps of a window of 2**26 bytes, or 64 if that is more; a budget may be larger."""
 
     def window(inputs, total, entry, index):
         return total, entry, jnp.cumsum(inputs, axis=0)
