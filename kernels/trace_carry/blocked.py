@@ -50,9 +50,7 @@ def trace_carry(
         new, old, read = carry
         values, part = one(example, _at(given, example) if old is None else old)
         read = add_read(read, part)
-        new = jax.tree.map(
-            lambda a, b: lax.dynamic_update_index_in_dim(a, b, example, 0), new, values
-        )
+        new = jax.tree.map(lambda a, b: _put(a, b, example), new, values)
         return new, old if old is None else _at(new, jnp.minimum(example + 1, last)), read
 
     given = tuple(trace)
@@ -74,6 +72,11 @@ def _start(total: Any, part: Any) -> Any:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), part)
     types = jax.eval_shape(add_read, total, part)
     return jax.tree.map(lambda a, b: a.astype(b.dtype), total, types)
+
+
+def _put(a: jax.Array, value: jax.Array, example: Any) -> jax.Array:
+    place = (example, *(0 for _ in value.shape))
+    return lax.dynamic_update_slice(a, value[None], place, allow_negative_indices=False)
 
 
 def _at(tree: PyTree, example: Any, axis: int = 0) -> PyTree:
