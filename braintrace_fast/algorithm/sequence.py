@@ -132,7 +132,7 @@ class SequenceDriverMixin:
         trace_every : int, optional
             How many steps to run, at most, between two updates of the trace; the gradient is the
             same for any number. By default it is as many as fit into the memory budget; with a
-            trace to carry, as many as still make a step faster.
+            trace to carry, as many as make a step noticeably faster.
         memory_budget : int or str, optional
             The bytes that a window may take, such as ``'256MB'``, besides the sequences, states and
             traces themselves; by default the learner's.

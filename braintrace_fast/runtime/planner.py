@@ -47,8 +47,8 @@ UNKNOWN = 2**30
 """The default budget where no one says how much memory is free."""
 
 ENOUGH = 2**26
-"""What a window may grow to by its steps where it carries a trace: longer ones gain nothing, for
-the trace costs little by then, and lose what caches and reused memory give."""
+"""What a window may grow to by its steps where it carries a trace: longer ones are a few per
+cent faster at best, for the trace costs little by then, and take memory in proportion."""
 
 FEWEST = 64
 """But a window has as many steps as this if they fit."""
@@ -205,7 +205,7 @@ def plan_windows(
     if steps == length:
         reason = 'all fit'
     elif steps == enough:
-        reason = f'more than {enough} steps gain nothing'
+        reason = f'more than {enough} steps gain little'
     elif fitting:
         reason = f'at most {fitting} steps fit'
     else:
