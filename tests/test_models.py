@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.models import MODELS, ModelCase
+from tests.models import MODELS, ModelCase, slow_if_one_of_many
 from tests.oracles import (
     StateValues,
     factor_oracle,
@@ -78,7 +78,11 @@ def test_every_parameter_has_a_gradient(case: ModelCase, x64):
 
 
 @pytest.mark.parametrize(
-    'name, batch', [*((name, 2) for name in MODELS), *((name, None) for name in UNBATCHED)]
+    'name, batch',
+    [
+        *(pytest.param(name, 2, marks=slow_if_one_of_many(name)) for name in MODELS),
+        *((name, None) for name in UNBATCHED),
+    ],
 )
 def test_patterns_and_relations_are_those_of_dense_jacobians(name, batch, x64):
     case = MODELS[name]

@@ -62,7 +62,10 @@ def check(name, rule, backends):
         assert_same(gradient(learner.with_backend(backend), xs, start), expected)
 
 
-@pytest.mark.parametrize(('name', 'rule'), FEW)
+@pytest.mark.parametrize(
+    ('name', 'rule'),
+    [pytest.param(*few, marks=pytest.mark.slow if 'eprop' in few else ()) for few in FEW],
+)
 def test_backends_agree(name, rule):
     check(name, rule, ['interpret', 'pallas'])
 

@@ -344,7 +344,7 @@ def test_training_goes_on_after_a_kill(tmp_path):
 
 
 @pytest.mark.parametrize('algorithm', ['d_rtrl', 'pp_prop'])
-@pytest.mark.parametrize('name', ['lstm', 'lif_expon'])
+@pytest.mark.parametrize('name', [pytest.param('lstm', marks=pytest.mark.slow), 'lif_expon'])
 def test_a_recording_in_pieces_with_files_between_gives_the_gradient_of_one_call(
     name, algorithm, tmp_path, x64
 ):

@@ -25,21 +25,13 @@ from tests.algorithm.learning import (
     output_loss,
     recurrence_of,
 )
-from tests.models import MODELS
+from tests.models import MODELS, slow_if_one_of_many
 from tests.oracles import random_projection, step_function
 
 # By module: all tests of a model in a row, so that a worker compiles it once.
-every_model = pytest.mark.parametrize('case', MODELS.values(), ids=MODELS, scope='module')
-FAST = """
-    vanilla gru lstm lif_expon alif_expon gif_expon two_layers masked_weight output_reads_y
-    learned_leak hidden_group_state units while checkpoint cond drop_connect
-""".split()
 most_models_slowly = pytest.mark.parametrize(
     'case',
-    [
-        pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow)
-        for name, case in MODELS.items()
-    ],
+    [pytest.param(case, id=name, marks=slow_if_one_of_many(name)) for name, case in MODELS.items()],
     scope='module',
 )
 every_algorithm = pytest.mark.parametrize('algorithm', ALGORITHMS)
@@ -67,7 +59,7 @@ def gradient_of_step(name, precision):
 
 
 @every_algorithm
-@every_model
+@most_models_slowly
 def test_one_step_from_a_zero_trace_gives_the_gradient_of_the_step(case, algorithm, x64):
     learned = learning(case, algorithm)
     x, true = gradient_of_step(case.name, 64)

@@ -23,7 +23,7 @@ from tests.algorithm.learning import (
     set_states,
     step_loss,
 )
-from tests.algorithm.test_table import every_algorithm, every_model, skip_if_positions_mix
+from tests.algorithm.test_table import every_algorithm, most_models_slowly, skip_if_positions_mix
 from tests.models import MODELS
 
 
@@ -37,7 +37,7 @@ def some_models(*names):
     return pytest.mark.parametrize('case', [MODELS[n] for n in names], ids=names)
 
 
-@every_model
+@most_models_slowly
 def test_windows_give_the_gradient_of_the_recurrence(case, x64):
     skip_if_positions_mix(case)
     learned = learning(case, 'd_rtrl')

@@ -10,7 +10,7 @@ import pytest
 
 import braintrace_fast as btf
 from tests.exit_oracle import exit_signal_oracle
-from tests.models import MODELS, ModelCase
+from tests.models import MODELS, ModelCase, slow_if_one_of_many
 from tests.oracles import (
     _plain_ops,
     factor_oracle,
@@ -35,7 +35,10 @@ UNBATCHED = ['lstm', 'gif_expon', 'units', 'learned_leak', 'hidden_group_state',
 every_model_and_some_unbatched = pytest.mark.parametrize(
     'case, batch',
     [
-        *(pytest.param(case, 2, id=f'{name}-batched') for name, case in MODELS.items()),
+        *(
+            pytest.param(case, 2, id=f'{name}-batched', marks=slow_if_one_of_many(name))
+            for name, case in MODELS.items()
+        ),
         *(pytest.param(MODELS[name], None, id=f'{name}-unbatched') for name in UNBATCHED),
     ],
 )
@@ -373,10 +376,14 @@ def test_L_takes_the_planes_of_a_group_as_independent(case, x64):
 # Where an op feeds another op in the same step, cutting the ops' inputs also cuts paths that c has.
 CHAINED = ('minimal_rnn', 'scan', 'stp', 'two_layers', 'three_layers', 'rate_readout')
 # The product with a fixed matrix is no op: it is cut in D, but not in BPTT.
-UNCHAINED = [case for name, case in MODELS.items() if name not in (*CHAINED, 'reservoir')]
+UNCHAINED = [
+    pytest.param(case, id=name, marks=slow_if_one_of_many(name))
+    for name, case in MODELS.items()
+    if name not in (*CHAINED, 'reservoir')
+]
 
 
-@pytest.mark.parametrize('case', UNCHAINED, ids=repr)
+@pytest.mark.parametrize('case', UNCHAINED)
 def test_factors_over_time_give_the_gradient_of_the_model_without_mixing(case, x64):
     """``g_t = c_t (x) x_t + L_t D_t e_{t-1}``, summed, is BPTT with the ops' inputs cut."""
     if case.expected.mixing_transitions or case.expected.mixing_tails:
