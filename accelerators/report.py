@@ -52,7 +52,8 @@ call of a compiled function, and back. Nothing here was run on a GPU or TPU, not
   - `adjoint_scan` on TPUs, where XLA too keeps the state of a loop in VMEM, if there are few
     planes. It then moves as few bytes, but not on each TPU and not for each size, and a program
     does not know for which of them it is traced: `auto` takes the kernel;
-  - `hidden_jacobian`, where there is nothing to stack.
+  - `hidden_jacobian`, where there is nothing to stack. On TPUs `auto` takes its kernel for more
+    than one state, though XLA moves as few bytes for some of these.
 """
 
 

@@ -150,15 +150,15 @@ def test_auto_takes_plain_jax_where_it_moves_as_few_bytes(planes, options, cuda,
     assert trace_choices(strict, planes, **options) == asked
 
 
-@pytest.mark.parametrize(('name', 'by'), [('lif', 'jax'), ('lif_expon', 'triton')])
-def test_auto_differentiates_one_state_in_plain_jax(name, by, monkeypatch):
+@pytest.mark.parametrize(('name', 'on_tpu'), [('lif', 'jax'), ('lif_expon', 'mosaic')])
+def test_auto_differentiates_one_state_in_plain_jax_and_on_gpus_all(name, on_tpu, monkeypatch):
     model, inputs = MODELS[name].build(3)
     learner = btf.compile(model, 'd_rtrl', inputs(0, 1)[0], batch_size=3)
     assert learner.choices == []  # on a CPU
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     choices = {(c.op, c.platform): c for c in learner.with_backend('auto').choices}
-    assert choices['hidden_jacobian', 'cuda'].implementation == by
+    assert choices['hidden_jacobian', 'cuda'].implementation == 'jax'
+    assert 'as few bytes' in choices['hidden_jacobian', 'cuda'].reason
+    assert choices['hidden_jacobian', 'tpu'].implementation == on_tpu
     assert choices['adjoint_scan', 'cuda'].implementation == 'triton'
     assert choices['trace_carry', 'tpu'].implementation == 'mosaic'
-    if by == 'jax':
-        assert 'as few bytes' in choices['hidden_jacobian', 'cuda'].reason
