@@ -38,6 +38,7 @@ __all__ = [
     'identity_alignment',
     'is_element_wise',
     'is_inexact',
+    'keeps_even',
     'passes_derivative',
     'through',
 ]
@@ -71,7 +72,7 @@ Rule = Callable[[JaxprEqn, Sequence[Alignment | None]], list[Outcome]]
 _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp complex conj
-    convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 exprel imag
+    convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 imag
     integer_pow lgamma log log1p logistic max min mul name neg pow real reduce_precision rem
     rsqrt select_n sin sinh sqrt square sub tan tanh
     """.split()
@@ -82,6 +83,12 @@ _NO_DERIVATIVE = frozenset(
     population_count random_bits random_fold_in random_seed random_split random_unwrap
     random_wrap round shift_left shift_right_arithmetic shift_right_logical sign stop_gradient
     xor
+    """.split()
+)
+_EVEN = frozenset(
+    """
+    and broadcast_in_dim ceil eq expand_dims exprel floor ge gt is_finite le lt ne not or reshape
+    round sign slice squeeze stop_gradient transpose xor
     """.split()
 )
 _MIXING = frozenset(['conv_general_dilated', 'fft', 'triangular_solve', 'cholesky', 'top_k'])
@@ -153,6 +160,16 @@ def _is_inexact_type(dtype: Any) -> bool:
 def is_element_wise(eqn: JaxprEqn) -> bool:
     """Whether the result depends on its operands element by element."""
     return eqn.primitive.name in _ELEMENTWISE
+
+
+def keeps_even(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes arrays of one number each of such arrays."""
+    name = eqn.primitive.name
+    if name in ('custom_jvp_call', 'jit', 'pjit'):
+        called = eqn.params['call_jaxpr' if name == 'custom_jvp_call' else 'jaxpr']
+        inner, constants = open_jaxpr(called)
+        return not constants and all(map(keeps_even, inner.eqns))
+    return name in _ELEMENTWISE or name in _EVEN
 
 
 def _carried(operands: Sequence[Alignment | None]) -> list[Alignment]:

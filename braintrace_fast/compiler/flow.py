@@ -27,14 +27,12 @@ from .alignment import (
     forget_indices,
     identity_alignment,
     is_element_wise,
+    keeps_even,
     passes_derivative,
 )
 from .control_flow import has_body, has_while
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
-
-_KEEPS_UNIFORM = frozenset('broadcast_in_dim stop_gradient'.split())
-"""What makes equal elements of equal ones, besides operations element by element."""
 
 
 class Dependence(NamedTuple):
@@ -310,9 +308,8 @@ class Flow:
         """Arrays that are one number throughout, by the way they are computed, from no source."""
         found: set[Var] = set()
         for eqn in self.eqns:
-            if is_element_wise(eqn) or eqn.primitive.name in _KEEPS_UNIFORM:
-                if all(self._is_number(v) or v in found for v in eqn.invars):
-                    found.update(eqn.outvars)
+            if keeps_even(eqn) and all(self._is_number(v) or v in found for v in eqn.invars):
+                found.update(eqn.outvars)
         return found
 
     def _is_number(self, v: Atom) -> bool:

@@ -34,7 +34,7 @@ from .._compat import (
     open_jaxpr,
 )
 from .._typing import PyTree
-from ..compiler.alignment import is_element_wise
+from ..compiler.alignment import keeps_even
 from ..compiler.control_flow import ControlFlowPolicy, flatten
 from ..op.matmul import outer_total
 from .factors import stacked
@@ -53,9 +53,6 @@ CHEAP = frozenset(
 
 Spikes are so for all neurons whose spike is read off a state; there is nothing to keep narrow.
 """
-
-EVEN = CHEAP - {'concatenate', 'iota'}
-"""What makes an array of one number of such arrays."""
 
 LINEAR = frozenset('neg transpose reshape reduce_sum squeeze copy broadcast_in_dim'.split())
 
@@ -398,13 +395,10 @@ def _of_one_number(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], set[Var]]:
     cheap: list[JaxprEqn] = []
     known: set[Var] = set()
     for eqn in eqns:
-        name = eqn.primitive.name
-        from_numbers = all(not v.aval.ndim or _in(v, known) for v in eqn.invars)
-        if not from_numbers or not (name in EVEN or is_element_wise(eqn)):
-            continue
-        known.update(v for v in eqn.outvars if v.aval.size and v.aval.ndim)
-        if name in CHEAP:
-            cheap.append(eqn)
+        if keeps_even(eqn) and all(not v.aval.ndim or _in(v, known) for v in eqn.invars):
+            known.update(v for v in eqn.outvars if v.aval.size and v.aval.ndim)
+            if eqn.primitive.name in CHEAP:
+                cheap.append(eqn)
     return cheap, known
 
 

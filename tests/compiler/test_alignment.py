@@ -205,7 +205,6 @@ ELEMENTWISE = {
     'exp': Case(jnp.exp),
     'exp2': Case(jnp.exp2),
     'expm1': Case(jnp.expm1),
-    'exprel': Case(u.math.exprel),
     'imag': Case(lambda x: lax.imag(to_complex(x))),
     'integer_pow': Case(lambda x: x**3),
     'lgamma': Case(lax.lgamma, positive=True),
@@ -727,6 +726,29 @@ def test_each_primitive_of_the_lists_and_each_rule_is_met_by_a_case(x64):
     # No public function makes a closed_call, and jax 0.12 has none.
     assert set(rules._RULES) - {'closed_call'} <= all_met
     assert rules._MIXING <= all_met
+
+
+EVEN = {
+    'element by element': lambda h: jnp.exp(h) * 2 - jnp.sqrt(h),
+    'exprel, of either version': u.math.exprel,
+    'a function with a rule': jax.nn.relu,
+    'another shape': lambda h: h.T[1:].reshape(-1, 1) + jnp.ones(3),
+}
+UNEVEN = {
+    'a place': lambda h: h + lax.broadcasted_iota(h.dtype, h.shape, 0),
+    'two together': lambda h: jnp.concatenate([h, 2 * h]),
+    'a sum to each place': lambda h: jnp.cumsum(h, axis=0),
+    'an array': lambda h: jax.jit(lambda a: a + np.arange(3.0))(h),
+}
+
+
+@pytest.mark.parametrize('function', [*EVEN.values(), *UNEVEN.values()], ids=[*EVEN, *UNEVEN])
+def test_what_makes_an_array_of_one_number_of_one_is_known(function, x64):
+    result = np.asarray(function(jnp.full((2, 3), 0.7)))
+    is_even = bool(np.all(result == result.flat[0]))
+    jaxpr, constants = open_jaxpr(jax.make_jaxpr(function)(jnp.ones((2, 3))))
+    assert is_even == (function in EVEN.values())
+    assert is_even == (not any(map(np.ndim, constants)) and all(map(rules.keeps_even, jaxpr.eqns)))
 
 
 def met(case: Case) -> set[str]:
