@@ -24,7 +24,6 @@ import braintools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import saiunit as u
 
 import braintrace_fast as btf
@@ -72,15 +71,6 @@ class ModelCase:
 
 
 MODELS: dict[str, ModelCase] = {}
-FAST = """
-    vanilla gru lstm lif_expon alif_expon gif_expon two_layers masked_weight output_reads_y
-    learned_leak hidden_group_state units while checkpoint cond drop_connect
-""".split()
-
-
-def slow_if_one_of_many(name: str) -> Any:
-    """The mark of a model in a test that need not run on all of them every time."""
-    return () if name in FAST else pytest.mark.slow
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.models import MODELS, ModelCase, slow_if_one_of_many
+from tests.marks import slow_if_one_of_many
+from tests.models import MODELS, ModelCase
 from tests.oracles import (
     StateValues,
     factor_oracle,

@@ -25,7 +25,8 @@ from tests.algorithm.learning import (
     output_loss,
     recurrence_of,
 )
-from tests.models import MODELS, slow_if_one_of_many
+from tests.marks import slow_if_one_of_many
+from tests.models import MODELS
 from tests.oracles import random_projection, step_function
 
 # By module: all tests of a model in a row, so that a worker compiles it once.

@@ -10,7 +10,8 @@ import pytest
 
 import braintrace_fast as btf
 from tests.exit_oracle import exit_signal_oracle
-from tests.models import MODELS, ModelCase, slow_if_one_of_many
+from tests.marks import slow_if_one_of_many
+from tests.models import MODELS, ModelCase
 from tests.oracles import (
     _plain_ops,
     factor_oracle,
