@@ -76,9 +76,9 @@ def sequences(learned, where=slice(None)):
     return jax.tree.map(lambda a: a[where], (learned.xs, jnp.asarray(REWARDS)))
 
 
-def in_windows(learned, rule, where=slice(None), **options):
+def in_windows(learned, rule, where=slice(None), reduction='sum', **options):
     return learned.learner.etrace_grad(
-        *sequences(learned, where), step_fn=calls(learned, rule), reduction='sum', **options
+        *sequences(learned, where), step_fn=calls(learned, rule), reduction=reduction, **options
     )
 
 
@@ -212,6 +212,14 @@ def test_a_window_reads_the_filtered_trace_at_its_start(case, x64):
 
 
 # The modulator
+
+
+@pytest.mark.parametrize('rule', ['filter', 'feedback', 'modulator'])
+def test_a_mean_is_a_part_of_the_sum_whatever_the_signal(rule, x64):
+    learned = learning(MODELS['vanilla'], rule)
+    begin(learned)
+    true = jax.tree.map(lambda g: g / STEPS, truth(learned, MODELS['vanilla'], rule))
+    check(in_windows(learned, rule, reduction='mean'), true, rtol=1e-10)
 
 
 def leaky(batch=BATCH, **options):

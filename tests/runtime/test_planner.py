@@ -255,7 +255,7 @@ def test_a_plan_is_plain_data():
     ]
 
 
-@pytest.mark.parametrize(('floats', 'longest'), [(2**22, 64), (2**16, 256)])
+@pytest.mark.parametrize(('floats', 'longest'), [(2**22, 64), (2**16, 128)])
 def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, longest):
     """The steps of a window of 2**26 bytes, or 64 if that is more; a budget may be larger."""
 
