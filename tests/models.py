@@ -243,12 +243,18 @@ class DeltaNet(brainstate.nn.Module):
 class SynapseNet(brainstate.nn.Module):
     """Input and own spikes drive an exponential synapse; the voltage reads its new current."""
 
-    def __init__(self, neuron: Callable[[int], bp.Neuron], n_in: int = N_IN, mean: float = 0.5):
+    def __init__(
+        self,
+        neuron: Callable[[int], bp.Neuron],
+        n_in: int = N_IN,
+        mean: float = 0.5,
+        tau: u.Quantity = 0.5 * u.ms,
+    ):
         super().__init__()
         self.neu = neuron(N)
         self.proj = bp.AlignPostProj(
             comm=linear(n_in + N, N, u.mS, mean),
-            syn=bp.Expon(N, tau=0.5 * u.ms),
+            syn=bp.Expon(N, tau=tau),
             out=bp.CUBA(),
             post=self.neu,
         )

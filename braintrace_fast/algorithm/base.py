@@ -42,6 +42,12 @@ class Engine(Protocol):
     def trace_shape(self) -> Any:
         """The shapes and types of the trace."""
 
+    def stored_shapes(self) -> list[Any]:
+        """Those of all traces that :meth:`fit` takes."""
+
+    def fit(self, trace: Any) -> Any:
+        """A trace of another backend in the form of this one."""
+
     def advance(self, entry: Entry, factors: Any, params: Values, step: jax.Array) -> Any:
         """The trace after a step."""
 
@@ -275,7 +281,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         other.graph_executor = copy.copy(self.graph_executor)
         other.graph_executor.choose_backend(name, strict)
         other.engine = other.make_engine(self.graph)
-        other.trace = EligibilityTrace(self.trace.value)
+        other.trace = EligibilityTrace(other.engine.fit(self.trace.value))
         other.trace_is_live = brainstate.ShortTermState(self.trace_is_live.value)
         other.running_index = brainstate.LongTermState(self.running_index.value)
         other.plan, other.choices = None, other._choose_kernels()

@@ -62,7 +62,10 @@ def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
     """Read the state of a learner; nothing changes unless all of it fits."""
     meta, arrays = _read(FilePath(path))
     states = _states(learner, others)
-    problems = _differences(learner, meta, states)
+    like = {name: state.value for name, state in states.items()}
+    trace = next(name for name, state in states.items() if state is learner.trace)
+    like[trace] = _form_of_trace(learner, meta['states'].get(trace, {}))
+    problems = _differences(learner, meta, like)
     if problems:
         shown = '\n'.join(f'- {problem}' for problem in problems[:20])
         more = f'\n- and {len(problems) - 20} more' if len(problems) > 20 else ''
@@ -70,9 +73,9 @@ def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
             f'{path} holds the state of another learner. Nothing was changed.\n{shown}{more}'
         )
     values = {
-        name: _restored(state.value, meta['states'][name], arrays, path)
-        for name, state in states.items()
+        name: _restored(value, meta['states'][name], arrays, path) for name, value in like.items()
     }
+    values[trace] = jax.device_put(learner.engine.fit(values[trace]))
     for name, state in states.items():
         state.restore_value(values[name])
     if learner.memory_budget is None:  # other windows would round otherwise
@@ -191,7 +194,19 @@ def _plain(value: Any) -> str:
     return type(value).__qualname__ if ' at 0x' in text else text
 
 
-def _differences(learner: Any, meta: Mapping[str, Any], states: States) -> list[str]:
+def _form_of_trace(learner: Any, stored: Mapping[str, Any]) -> PyTree:
+    """A trace like the stored one, which another backend may have kept in another form."""
+    own = learner.trace.value
+    if not _leaf_differences(own, stored):
+        return own
+    forms = [
+        jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
+        for shapes in learner.engine.stored_shapes()
+    ]
+    return next((form for form in forms if not _leaf_differences(form, stored)), own)
+
+
+def _differences(learner: Any, meta: Mapping[str, Any], values: Mapping[str, PyTree]) -> list[str]:
     rule = _rule(learner)
     problems = []
     if meta['algorithm'] != rule['algorithm']:
@@ -202,11 +217,11 @@ def _differences(learner: Any, meta: Mapping[str, Any], states: States) -> list[
             if there != here:
                 problems.append(f'the option {key} is {there}, here {here}')
     stored = meta['states']
-    problems += [f'the state {name} is missing' for name in states if name not in stored]
-    problems += [f'there is a state {name}, and none here' for name in stored if name not in states]
-    for name, state in states.items():
+    problems += [f'the state {name} is missing' for name in values if name not in stored]
+    problems += [f'there is a state {name}, and none here' for name in stored if name not in values]
+    for name, value in values.items():
         if name in stored:
-            problems += [f'{name}{text}' for text in _leaf_differences(state.value, stored[name])]
+            problems += [f'{name}{text}' for text in _leaf_differences(value, stored[name])]
     return problems
 
 

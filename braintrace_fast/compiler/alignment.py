@@ -15,7 +15,7 @@ source axis of size above one is present in every alignment.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ __all__ = [
     'align_results',
     'always_mixes',
     'cuts_by_design',
+    'even_arrays',
     'forget_indices',
     'identity_alignment',
     'is_element_wise',
@@ -170,6 +171,17 @@ def keeps_even(eqn: JaxprEqn) -> bool:
         inner, constants = open_jaxpr(called)
         return not constants and all(map(keeps_even, inner.eqns))
     return name in _ELEMENTWISE or name in _EVEN
+
+
+def even_arrays(eqns: Iterable[JaxprEqn], is_number: Callable[[Var], bool]) -> set[Var]:
+    """The results that are one number throughout, by the way they are made of single numbers."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        if keeps_even(eqn) and all(
+            isinstance(v, Literal) or v in found or is_number(v) for v in eqn.invars
+        ):
+            found.update(eqn.outvars)
+    return found
 
 
 def _carried(operands: Sequence[Alignment | None]) -> list[Alignment]:

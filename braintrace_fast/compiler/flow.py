@@ -24,10 +24,10 @@ from .alignment import (
     align_results,
     always_mixes,
     cuts_by_design,
+    even_arrays,
     forget_indices,
     identity_alignment,
     is_element_wise,
-    keeps_even,
     passes_derivative,
 )
 from .control_flow import has_body, has_while
@@ -306,14 +306,7 @@ class Flow:
     @cached_property
     def _uniform(self) -> set[Var]:
         """Arrays that are one number throughout, by the way they are computed, from no source."""
-        found: set[Var] = set()
-        for eqn in self.eqns:
-            if keeps_even(eqn) and all(self._is_number(v) or v in found for v in eqn.invars):
-                found.update(eqn.outvars)
-        return found
-
-    def _is_number(self, v: Atom) -> bool:
-        return isinstance(v, Literal) or (v.aval.shape == () and not self.of(v))
+        return even_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
 
     def _ways(self, variables: Iterable[Var]) -> dict[Var, int]:
         """What leads to those of some variables that are uniform, each with its equation."""

@@ -5,6 +5,7 @@ The derivatives are taken by :mod:`braintrace_fast.kernels.hidden_jacobian`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,12 +16,18 @@ from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.hidden_jacobian import hidden_jacobian
 from ..kernels.planes import Plane
+from .alignment import even_arrays
 from .control_flow import has_while
 from .flow import Flow, Slice
 
 __all__ = ['GroupTransition', 'Plane', 'Planes', 'build_transition', 'is_forward_only']
 
 Planes = list[list[Plane]]
+
+SUMS = frozenset(
+    'add add_any convert_element_type copy expand_dims neg reshape squeeze sub'.split()
+)
+"""Keep the numbers that the terms of a sum are multiplied by, but for their sign."""
 
 
 def is_forward_only(jaxpr: Jaxpr) -> bool:
@@ -86,6 +93,18 @@ class GroupTransition:
         }
         return D, f
 
+    @cached_property
+    def even(self) -> list[bool]:
+        """Per new plane, whether it is a sum of old planes and ys, each times a single number.
+
+        That goes by how it is computed, whatever the values.
+        """
+        return [
+            not width and _is_even_sum(row.jaxpr, len(row.constvars))
+            for row, width in zip(self.rows, self.widths, strict=True)
+            for _ in range(width or 1)
+        ]
+
     def evaluate(
         self, row: int, constants: Sequence[jax.Array], inputs: Sequence[jax.Array]
     ) -> jax.Array:
@@ -104,6 +123,27 @@ class GroupTransition:
         jaxpr = self.rows[row].jaxpr
         (new,), (tangent,) = position_wise_jvp(jaxpr, constants, inputs, tangents)
         return jnp.zeros_like(new) if tangent is None else tangent
+
+
+def _is_even_sum(jaxpr: Jaxpr, num_constants: int) -> bool:
+    """Whether a result is a sum of the inputs behind the constants, each times a single number."""
+    even = even_arrays(jaxpr.eqns, lambda v: not v.aval.ndim)
+
+    def is_even(atom: Any) -> bool:
+        return isinstance(atom, Literal) or not atom.aval.ndim or atom in even
+
+    moving = set([*jaxpr.constvars, *jaxpr.invars][num_constants:])
+    for eqn in jaxpr.eqns:
+        moves = [not isinstance(v, Literal) and v in moving for v in eqn.invars]
+        if any(moves):
+            is_scaled = {
+                'mul': sum(moves) == 1 and any(map(is_even, eqn.invars)),
+                'div': moves == [True, False] and is_even(eqn.invars[1]),
+            }
+            if eqn.primitive.name not in SUMS and not is_scaled.get(eqn.primitive.name, False):
+                return False
+            moving.update(eqn.outvars)
+    return True
 
 
 def build_transition(

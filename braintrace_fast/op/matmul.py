@@ -86,10 +86,18 @@ def _contract(
 ) -> Weights:
     planes = plane.reshape(-1, plane.shape[-1])
     traces = trace['weight'].reshape(-1, *trace['weight'].shape[-2:])
-    result = {'weight': _weighted_sum(planes, traces)}
+    is_narrow = traces.shape[-1] == 1 and len(planes) > 1
+    result = {'weight': (_narrow_sum if is_narrow else _weighted_sum)(planes, traces)}
     if has_bias:
         result['bias'] = (plane * trace['bias']).sum(tuple(range(plane.ndim - 1)))
     return result
+
+
+def _narrow_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
+    """``sum_b planes[b] * traces[b]`` of traces that are the same for all outputs."""
+    dtype = jnp.result_type(planes, traces)
+    inputs, planes = traces[..., 0].astype(dtype), planes.astype(dtype)
+    return outer_total(inputs, planes, precision=lax.Precision.HIGHEST)
 
 
 def _weighted_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
@@ -108,7 +116,8 @@ def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
     five times as long for a dot. Of few examples it may compute the traces a second time, from
     those before, which then cannot be overwritten; it does not for a loop, nor for a whole block.
     """
-    num, total = len(planes), jnp.zeros(traces.shape[1:], jnp.result_type(planes, traces))
+    num = len(planes)
+    total = jnp.zeros((traces.shape[1], planes.shape[1]), jnp.result_type(planes, traces))
 
     def add_block(total: jax.Array, first: Any, size: int) -> jax.Array:
         block = [lax.dynamic_slice_in_dim(a, first, size) for a in (planes, traces)]

@@ -98,6 +98,14 @@ class FactorizedEngine:
         )
         return xs, fs
 
+    def stored_shapes(self) -> list[Trace]:
+        """Those of all traces that :meth:`fit` takes: there is one form."""
+        return [self.trace_shape()]
+
+    def fit(self, trace: Trace) -> Trace:
+        """A trace of another backend, which is as it is here."""
+        return trace
+
     def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The trace after a step."""
         xs, fs = _entered(entry)

@@ -53,6 +53,14 @@ class FilteredEngine:
         """The shapes and types of the trace."""
         return self.engine.trace_shape()
 
+    def stored_shapes(self) -> list[Trace]:
+        """Those of all traces that :meth:`fit` takes."""
+        return self.engine.stored_shapes()
+
+    def fit(self, trace: Trace) -> Trace:
+        """A trace of another backend in the form of this one."""
+        return self.engine.fit(trace)
+
     def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The traces after a step."""
         return self.engine.advance(entry, self._with_filter(factors), params, step)

@@ -34,8 +34,8 @@ from .._compat import (
     open_jaxpr,
 )
 from .._typing import PyTree
-from ..compiler.alignment import keeps_even
-from ..compiler.control_flow import ControlFlowPolicy, flatten
+from ..compiler.alignment import even_arrays
+from ..compiler.control_flow import OPAQUE, flatten
 from ..op.matmul import outer_total
 from .factors import stacked
 
@@ -55,9 +55,6 @@ Spikes are so for all neurons whose spike is read off a state; there is nothing 
 """
 
 LINEAR = frozenset('neg transpose reshape reduce_sum squeeze copy broadcast_in_dim'.split())
-
-OPAQUE = ControlFlowPolicy(cond='opaque', scan_unroll_limit=0)
-
 
 Progress = Callable[[jax.Array, PyTree], None]
 """Called in order with the number of a step and its ``ys``."""
@@ -392,14 +389,9 @@ def _at_once(
 
 def _of_one_number(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], set[Var]]:
     """The cheap equations that make arrays of one number, and all such arrays."""
-    cheap: list[JaxprEqn] = []
-    known: set[Var] = set()
-    for eqn in eqns:
-        if keeps_even(eqn) and all(not v.aval.ndim or _in(v, known) for v in eqn.invars):
-            known.update(v for v in eqn.outvars if v.aval.size and v.aval.ndim)
-            if eqn.primitive.name in CHEAP:
-                cheap.append(eqn)
-    return cheap, known
+    even = even_arrays(eqns, lambda v: not v.aval.ndim)
+    cheap = [eqn for eqn in eqns if eqn.outvars[0] in even and eqn.primitive.name in CHEAP]
+    return cheap, {v for v in even if v.aval.size and v.aval.ndim}
 
 
 def _bytes(v: Var) -> int:

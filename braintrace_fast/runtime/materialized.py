@@ -3,15 +3,21 @@
 e_t[s] = D_t[s,q] e_{t-1}[q] + f_t[s] (x) x_t
 g_t    = c_t (x) x_t + (L_t[s] D_t[s,q] + R_t[q]) e_{t-1}[q]
        = (c_t - L_t[s] f_t[s]) (x) x_t + L_t[s] e_t[s] + R_t[q] e_{t-1}[q]
+
+Where ``D[s,q]`` and ``f[s]`` are one number at all positions, as those of a synapse with one time
+constant, ``e[s]`` is the same for all outputs of an op, and is kept once: it is *narrow*. Kernels
+take whole planes.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from ..compiler import ETraceGraph, HiddenGroup, HiddenParamOpRelation
 from ..errors import NotSupportedError
@@ -79,6 +85,28 @@ class MaterializedEngine:
         for relation, kept in zip(self.relations, self.kept, strict=True):
             if relation.primitive.trace_rules is None:  # it may be learned in fresh windows
                 kept[:] = [[False] * len(planes) for planes in kept]
+        # Kernels take planes of one shape, and every element draws its own random bits.
+        self.narrows = backend.name == 'jax' and not stochastic
+
+    @cached_property
+    def _even(self) -> list[list[list[bool]]]:
+        """Per relation, group and plane, whether the trace is the same for all outputs."""
+        return [
+            [
+                even_planes(self.graph, relation, group, alive)
+                for group, alive in zip(relation.hidden_groups, groups, strict=True)
+            ]
+            for relation, groups in zip(self.relations, self.alive, strict=True)
+        ]
+
+    def _cut(self, r: int, place: int, rows: Sequence[Any]) -> list[Any]:
+        """What makes the planes of a trace, per plane, of one output where they are narrow."""
+        if not self.narrows:
+            return list(rows)
+        return [
+            jax.tree.map(_first_output, row) if even else row
+            for row, even in zip(rows, self._even[r][place], strict=True)
+        ]
 
     def _check_rules(self) -> None:
         for relation in self.relations:
@@ -92,10 +120,22 @@ class MaterializedEngine:
 
     def trace_shape(self) -> Trace:
         """The shapes and types of the trace."""
+        return self._trace_shape(self.narrows)
 
-        def shape(r: int, group: HiddenGroup) -> Any:
+    def stored_shapes(self) -> list[Trace]:
+        """Those of all traces that :meth:`fit` takes, of this backend or another."""
+        return [self._trace_shape(narrows) for narrows in (False, True)]
+
+    def fit(self, trace: Trace) -> Trace:
+        """A trace of another backend in the form of this one."""
+        return jax.tree.map(_with_outputs, trace, self.trace_shape())
+
+    def _trace_shape(self, narrows: bool) -> Trace:
+        def shape(r: int, group: HiddenGroup, narrow: bool) -> Any:
             relation = self.relations[r]
             plane = group_plane(group)
+            if narrow:
+                plane = plane.update(shape=(*plane.shape[:-1], 1))
             outer = partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
             shapes = jax.eval_shape(outer, x_shape(relation), plane)
             return jax.tree.map(
@@ -104,8 +144,11 @@ class MaterializedEngine:
 
         return tuple(
             tuple(
-                tuple(shape(r, group) if kept else None for kept in planes)
-                for group, planes in zip(relation.hidden_groups, self.kept[r], strict=True)
+                tuple(
+                    shape(r, group, narrows and self._even[r][place][s]) if kept else None
+                    for s, kept in enumerate(self.kept[r][place])
+                )
+                for place, group in enumerate(relation.hidden_groups)
             )
             for r, relation in enumerate(self.relations)
         )
@@ -117,15 +160,13 @@ class MaterializedEngine:
         for r, relation in enumerate(self.relations):
             rules = bound_rules(relation, slopes_of(relation, params, factors.varying[r]))
             groups = []
-            for group, f, old in zip(
-                relation.hidden_groups, factors.f[r], entry.trace[r], strict=True
-            ):
+            for place, group in enumerate(relation.hidden_groups):
                 planes, _ = trace_step(
                     rules,
                     factors.x[r],
-                    factors.D[group.index],
-                    f,
-                    old,
+                    self._cut(r, place, factors.D[group.index]),
+                    self._cut(r, place, factors.f[r][place]),
+                    entry.trace[r][place],
                     seed=self._seed(step, r, group.index),
                     live=entry.live,
                     backend=self.backend,
@@ -248,8 +289,8 @@ class MaterializedEngine:
                 planes, read = trace_carry(
                     bound_rules(relation),
                     factors.x[r],
-                    found.P,
-                    found.u[k],
+                    self._cut(r, place, found.P),
+                    self._cut(r, place, found.u[k]),
                     entry.trace[r][place],
                     found.nu,
                     seed=self._seed(step, r, group.index),
@@ -272,11 +313,12 @@ class MaterializedEngine:
         return step * traces + relation * len(self.graph.hidden_groups) + group
 
     def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
-        """The traces of some relations, by relation and group."""
+        """The traces of some relations, by relation and group, with all outputs."""
+        whole = jax.tree.map(_with_outputs, trace, self._trace_shape(False))
         return {
             (r, group.index): planes
             for r in relations
-            for group, planes in zip(self.relations[r].hidden_groups, trace[r], strict=True)
+            for group, planes in zip(self.relations[r].hidden_groups, whole[r], strict=True)
         }
 
 
@@ -341,6 +383,35 @@ def kept_planes(
     ]
     read = [any(column) for column in zip(*pattern, strict=True)]
     return [a and (r or p) for a, r, p in zip(alive, read, read_past, strict=True)]
+
+
+def even_planes(
+    graph: ETraceGraph, relation: HiddenParamOpRelation, group: HiddenGroup, alive: Sequence[bool]
+) -> list[bool]:
+    """Which planes of a trace are the same for all outputs of an op."""
+    rules, shape = relation.primitive.trace_rules, group.varshape
+    is_outer = rules is not None and rules.is_outer and relation.is_static
+    if not is_outer or relation.y_var.aval.shape != shape or shape[-1] == 1:
+        return [False] * len(alive)
+    even = graph.transitions[group.index].even
+    for _ in even:
+        uneven = [a and not e for a, e in zip(alive, even, strict=False)]
+        even = [
+            own and not any(map(_both, row, uneven))
+            for own, row in zip(even, group.pattern, strict=True)
+        ]
+    return even * (len(alive) // len(even))  # a filter's planes are like those that it filters
+
+
+def _first_output(plane: jax.Array) -> jax.Array:
+    return lax.slice_in_dim(plane, 0, 1, axis=-1)
+
+
+def _with_outputs(a: jax.Array, like: Any) -> jax.Array:
+    """A trace with as many outputs as another, if that has one, or this."""
+    if a.shape == like.shape:
+        return a
+    return jnp.broadcast_to(a[..., : like.shape[-1]], like.shape)
 
 
 def _both(a: bool, b: bool) -> bool:
