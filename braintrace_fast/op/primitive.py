@@ -49,7 +49,8 @@ class TraceRules:
     is_outer : bool
         Whether ``x`` and plane have the same leading axes, the trace of ``'weight'`` is the outer
         product of their last ones, and every other entry of the trace is the plane itself: that
-        is what kernels are made for.
+        is what kernels are made for. Where all outputs are the same, planes and traces then have
+        one in their last axis, which the rules must take for all.
 
     Notes
     -----

@@ -174,6 +174,26 @@ def test_contract_is_the_gradient_that_the_trace_stands_for(setup: Setup) -> Non
     assert {key: value.shape for key, value in found.items()} == setup.case.weights
 
 
+OUTER = [case for case in CASES if case.call is matmul]
+
+
+@pytest.mark.parametrize('setup', OUTER, indirect=True, ids=lambda case: case.name)
+def test_one_output_stands_for_many_that_are_the_same(setup: Setup) -> None:
+    rules, params = setup.primitive.trace_rules, setup.params
+    x, decay, signal = setup.draw_x(), setup.draw_plane(), setup.draw_plane()
+    narrow = setup.draw_plane()[..., :1]
+    whole = jnp.broadcast_to(narrow, signal.shape)
+    trace, expected = rules.outer(x, narrow, **params), rules.outer(x, whole, **params)
+    assert all(leaf.shape[-1] == 1 for leaf in trace.values())
+    for rule in (rules.decay, rules.contract):
+        assert_same(rule(signal, trace, **params), rule(signal, expected, **params))
+    decayed = rules.decay(decay[..., :1], trace, **params)
+    assert all(leaf.shape[-1] == 1 for leaf in decayed.values())
+    x, u = setup.draw_x(4), setup.draw_plane(4)
+    first = {key: leaf[..., :1] for key, leaf in rules.outer_sum(x, u, **params).items()}
+    assert_same(rules.outer_sum(x, u[..., :1], **params), first)
+
+
 def test_two_windows_of_the_recurrence_in_closed_form(setup: Setup) -> None:
     """``e_K = P_0 e_0 + sum_t x_t (x) u_t`` for one state plane, against the step recurrence."""
     rules, params, steps = setup.primitive.trace_rules, setup.params, 4
