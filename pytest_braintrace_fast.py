@@ -3,6 +3,7 @@
 It lies beside the library, because pytest loads it at every start, and the library imports JAX.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class EtraceBenchmark:
         max_ratio: float | None = None,
         max_temp_bytes: int | None = None,
         max_peak_bytes: int | None = None,
+        max_work: Mapping[str, int] | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Measure ``learner.etrace_grad`` over sequences.
@@ -62,6 +64,9 @@ class EtraceBenchmark:
         max_temp_bytes, max_peak_bytes : int, optional
             The most bytes of temporaries that the compiled program may plan, and by which a fresh
             process may grow when it runs the program.
+        max_work : dict, optional
+            The most that may be counted in the compiled program: by ``'ops'``, ``'loop_ops'``,
+            ``'flops'`` or ``'bytes'``.
         **options
             Arguments of ``etrace_grad``.
 
@@ -86,6 +91,10 @@ class EtraceBenchmark:
             self.check('ratio_low', max_ratio, 'the ratio to the baseline, at its lower quartile,')
         self.check('temp_bytes', max_temp_bytes, 'the temporary bytes of the compiled program')
         self.check('peak_bytes', max_peak_bytes, 'the bytes by which a fresh process grew')
+        for what, limit in (max_work or {}).items():
+            if what not in info['work']:
+                raise ValueError(f'max_work has {what!r}; choose among {sorted(info["work"])}.')
+            self.check_number(info['work'][what], limit, f'the {what} of the compiled program')
         return info
 
     def measure(
@@ -162,6 +171,11 @@ class EtraceBenchmark:
             return
         if found is None:
             pytest.fail(f'No {name} was measured to hold against {limit:g}: {remedy}.')
+        self.check_number(found, limit, meaning)
+
+    @staticmethod
+    def check_number(found: float, limit: float, meaning: str) -> None:
+        """Fail if a number is above a limit."""
         if found > limit:
             pytest.fail(f'Expected {meaning} to be at most {limit:g}, found {found:.4g}.')
 

@@ -9,6 +9,7 @@ BASIC = ('lif', 'lif_expon')
 QUICK = {*BASIC, 'gru'}
 LEARNERS = [name for name in CONTENDERS if name not in ('bptt', 'd_rtrl 256MB')]
 LONG = {
+    200: ['d_rtrl 256MB'],
     400: [name for name in LEARNERS if 'eprop' not in name.lower()],
     2000: ['d_rtrl fresh', 'd_rtrl 256MB'],
 }
@@ -40,4 +41,5 @@ def test_gradient(etrace_benchmark, suite, workload, steps, contender):
         'contender': contender,
         'gradient_errors': errors,
         'baseline_memory': baseline.memory,
+        'sequence_bytes': sum(a.nbytes for a in WORKLOADS[workload].sequences(sizes)),
     }

@@ -8,6 +8,7 @@ import brainstate
 import jax
 import pytest
 
+import braintrace_fast
 from benchmarks import contenders
 from benchmarks.contenders import CONTENDERS, build
 from benchmarks.workloads import WORKLOADS, step_loss
@@ -32,6 +33,32 @@ def test_update_in_every_step(etrace_benchmark, suite, workload, contender):
     peer = PAIRS[contender]
     info = etrace_benchmark.measure(program, baseline, baseline_name=peer, seconds=suite.seconds)
     info |= {'workload': workload, 'contender': contender, 'gradient_errors': errors}
+
+
+@pytest.mark.benchmark(group='trace in place')
+@pytest.mark.parametrize('workload', ['lif', 'lif_expon'])
+def test_update_beside_a_pass_over_the_trace(etrace_benchmark, suite, workload):
+    """How near an update comes to the machine's bandwidth: to one pass over the trace."""
+    errors = suite.errors(workload, 'd_rtrl carry', RATE)
+    sizes = suite.sizes(workload, steps=20)
+    program = build(workload, 'd_rtrl carry', sizes, update=RATE)
+    traces = [s for s in program.states if isinstance(s, braintrace_fast.EligibilityTrace)]
+
+    def scale(factor):
+        for trace in traces:
+            trace.value = jax.tree.map(lambda a: a * factor, trace.value)
+
+    factors = jax.numpy.full(20, 0.99)
+    baseline = benchmarking.Program(
+        lambda xs: brainstate.transform.for_loop(scale, xs), factors, steps=20
+    )
+    info = etrace_benchmark.measure(
+        program, baseline, baseline_name='one pass', seconds=suite.seconds
+    )
+    size = sum(leaf.nbytes for trace in traces for leaf in jax.tree.leaves(trace.value))
+    rate = 2 * size / info['baseline_seconds_per_step']
+    info |= {'workload': workload, 'contender': 'd_rtrl carry', 'gradient_errors': errors}
+    info['bytes_per_second'] = rate
 
 
 def first_gradient(workload, contender, sizes):

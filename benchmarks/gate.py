@@ -66,8 +66,9 @@ def compare_work(
 def compare_ratios(
     found: Mapping[str, Mapping[str, float]], recorded: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
-    """Ratios above the recorded ones by more than both spreads together."""
-    problems = []
+    """Ratios above the recorded ones by more than both spreads together, and those that lack."""
+    problems = [f'{name}: not recorded' for name in found if name not in recorded]
+    problems += [f'{name}: not measured' for name in recorded if name not in found]
     for name in [name for name in found if name in recorded]:
         now, then = found[name], recorded[name]
         spreads = [(r['ratio_high'] - r['ratio_low']) / r['ratio'] for r in (now, then)]
@@ -123,10 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = ratios_of(*options.results)
         problems = compare_ratios(found, recorded.get('ratios', {}))
     if options.record:
-        # A run may have measured some ratios only; work is always counted as a whole.
-        others = recorded.get('ratios', {}) if options.what == 'ratios' else {}
-        kept = {**recorded, options.what: {**others, **found}}
-        BASELINE.write_text(json.dumps({**kept, 'jax': version('jax')}, indent=1) + '\n', 'utf-8')
+        kept = {**recorded, options.what: found}
+        if options.what == 'work':
+            kept['jax'] = version('jax')
+        BASELINE.write_text(json.dumps(kept, indent=1) + '\n', 'utf-8')
         print(f'recorded {len(found)} entries of {options.what}')
     elif problems:
         sys.exit('slower than recorded:\n  ' + '\n  '.join(problems))

@@ -20,6 +20,9 @@ COMPILED = Path(__file__).parents[1] / 'docs' / 'accelerators.md'
 
 TWO_STATES = 'S=2, ', 'lif_expon, '
 
+BUDGET, FLAT = 256_000_000, 1.1
+"""Bytes that a window may take, and how much more of them for ten times the steps is still flat."""
+
 IDEAL_TIME = {'size': 2, 'batch': 1, 'states': 1, 'steps': 0}
 """Exponents of the time per step: that of the matrix products, and none in the steps."""
 IDEAL_MEMORY = {
@@ -82,6 +85,9 @@ def table(results: Sequence[Result]) -> str:
             operands, by_target = static_bytes(workload)
             sizes = ', '.join(f'{target} {_size(size)}' for target, size in by_target.items())
             rows.append([f'  as compiled for {operands}: {sizes}'])
+        if group == 'trace in place':
+            rate = found[0]['bytes_per_second'] / 1e9
+            rows.append([f'  one pass reads and writes the trace, in place: {rate:.0f} GB/s'])
     wide = [row for row in rows if len(row) > 1]
     widths = [max(len(row[i]) for row in wide if i < len(row)) for i in range(len(rows[0]))]
     lines = []
@@ -165,6 +171,32 @@ def goals(results: Sequence[Result]) -> str:
                     f'  {goal.group}, {goal.workload}{steps}: {goal.contender} takes '
                     f'{_times(ratio)} {goal.against}, at most {_times(goal.most)} wanted: {side}'
                 )
+    return '\n'.join(lines)
+
+
+def memory_goals(results: Sequence[Result]) -> str:
+    """Whether temporaries keep within the budget, and do not grow with the steps."""
+    lines = []
+    found = [r for r in results if 'axis' not in r and r['contender'] == 'd_rtrl 256MB']
+    for workload in dict.fromkeys(r['workload'] for r in found):
+        runs = {r['steps']: r for r in found if r['workload'] == workload}
+        if not {200, 2000} <= set(runs):
+            continue
+        planned = {steps: run['temp_bytes'] for steps, run in runs.items()}
+        given = {r['argument_bytes'] - r['sequence_bytes'] for r in runs.values()}
+        sides = {
+            'within the budget': max(planned.values()) <= BUDGET,
+            'flat': planned[2000] <= FLAT * planned[200],
+            'arguments grow by the sequences alone': len(given) == 1,
+        }
+        lines.append(
+            f'  temporaries, {workload}, 256 MB: '
+            + ', '.join(f'{_size(size)} at T = {steps}' for steps, size in sorted(planned.items()))
+            + ': '
+            + ', '.join(
+                f'{what}: {"met" if is_met else "MISSED"}' for what, is_met in sides.items()
+            )
+        )
     return '\n'.join(lines)
 
 
@@ -285,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = [result for path in options.results for result in load(path)]
     print(table(results))
     print(goals(results))
+    print(memory_goals(results), end='')
     if exponents(results):
         print(scaling(results))
         if options.plot:

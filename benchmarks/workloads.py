@@ -204,7 +204,8 @@ class Workload:
 
     def small_copy(self) -> dict[str, Any]:
         """The sizes of the copy for the oracle."""
-        few = dict(inputs=6, size=10, outputs=3, steps=12, batch=2)
+        steps = 8 + 4 * self.sizes.get('layers', 1)  # until spikes arrive in the last layer
+        few = dict(inputs=6, size=10, outputs=3, steps=steps, batch=2)
         denser = {} if self.one_hot else {'rate': 0.4}
         return {**self.sizes, **denser, **few}
 
@@ -235,25 +236,17 @@ def step_loss(run: Callable[[jax.Array], jax.Array], x: jax.Array, target: jax.A
 
 BASIC = dict(inputs=128, size=512, outputs=10, steps=50, batch=16, rate=0.2)
 
+WIDE = dict(
+    layer=LIFLayer, layers=3, inputs=4096, size=128, outputs=10, steps=20, batch=8, rate=0.01
+)
+WIDE_FULL = dict(inputs=32768, size=512, steps=50, batch=16)
+
 WORKLOADS: dict[str, Workload] = {
     'lif': Workload(Recurrent, BASIC | dict(layer=LIFLayer, states=1)),
     'lif_expon': Workload(Recurrent, BASIC | dict(layer=LIFLayer, states=2)),
     # A wide sparse input in front of three recurrent layers.
-    'wide': Workload(
-        Recurrent,
-        dict(
-            layer=LIFLayer,
-            states=1,
-            layers=3,
-            inputs=4096,
-            size=128,
-            outputs=10,
-            steps=20,
-            batch=8,
-            rate=0.01,
-        ),
-        full=dict(inputs=32768, size=512, steps=50, batch=16),
-    ),
+    'wide': Workload(Recurrent, WIDE | dict(states=1), full=WIDE_FULL),
+    'wide_expon': Workload(Recurrent, WIDE | dict(states=2), full=WIDE_FULL),
     # Delayed match-to-sample.
     'gif': Workload(
         Recurrent,

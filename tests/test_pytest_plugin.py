@@ -65,6 +65,9 @@ def test_speed(etrace_benchmark):
     [
         ('max_ratio=1e-9', 'ratio to the baseline'),
         ('max_temp_bytes=1', 'temporary bytes of the compiled program'),
+        ('max_peak_bytes=1', 'bytes by which a fresh process grew'),
+        ("max_work={'flops': 1}", 'the flops of the compiled program'),
+        ("max_work={'seconds': 1}", "max_work has 'seconds'; choose among"),
         ('baseline=None, max_ratio=1.0', 'choose a baseline'),
         ("baseline='magic'", "give 'bptt', a learner or None"),
     ],
@@ -72,12 +75,12 @@ def test_speed(etrace_benchmark):
 def test_a_limit_fails_the_test_and_says_what_was_found(pytester, limit, message):
     body = f"""
 def test_speed(etrace_benchmark):
-    etrace_benchmark.peak = False
+    etrace_benchmark.peak = {'peak' in limit}
     etrace_benchmark(learner(), XS, step_fn=loss, rounds=2, {limit})
 """
     result = run(pytester, body)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([f'*{message}*'])
+    result.stdout.fnmatch_lines([f'E *{message}*'])
 
 
 def test_with_benchmarks_disabled_only_what_is_counted_is_checked(pytester):

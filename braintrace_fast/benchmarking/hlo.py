@@ -27,7 +27,8 @@ WIDTHS = {'pred': 1, 'c64': 8, 'c128': 16}
 INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)$')
 COMPUTATION = re.compile(r'^(?:ENTRY )?%?([\w.-]+) \(.*\{$')
 ARRAY = re.compile(r'\b([a-z]+\d*\w*)\[([\d,]*)\]')
-CALLED = re.compile(r'(?:calls|to_apply|body|branch_computations)=\{?(%?[\w.-]+)')
+CALLED = re.compile(r'(?:calls|to_apply|body|(?:true|false)_computation)=%?([\w.-]+)')
+BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -114,18 +115,26 @@ def _work(computations: dict[str, list[_Op]], name: str, in_loop: bool) -> Work:
         if op.kind in ('while', 'call', 'conditional'):
             trips = TRIPS.search(op.rest)
             times = int(trips[1]) if trips and op.kind == 'while' else 1
-            for called in CALLED.findall(op.rest):
-                inner = _work(computations, called.lstrip('%'), in_loop or op.kind == 'while')
-                ops += times * inner.ops
-                loop_ops += inner.loop_ops
-                flops += times * inner.flops
-                moved += times * inner.bytes
+            is_loop = in_loop or op.kind == 'while'
+            bodies = [_work(computations, called, is_loop) for called in _called(op)]
+            inner = max(bodies, key=lambda body: body.flops + body.bytes)  # one branch is taken
+            ops += times * inner.ops
+            loop_ops += inner.loop_ops
+            flops += times * inner.flops
+            moved += times * inner.bytes
             continue
         ops += 1
         loop_ops += in_loop
         moved += _moved(computations, op, shapes)
         flops += sum(_flops(inner, scope) for inner, scope in _within(computations, op, shapes))
     return Work(ops, loop_ops, flops, moved)
+
+
+def _called(op: _Op) -> list[str]:
+    """The computations that an operation may run."""
+    branches = BRANCHES.search(op.rest)
+    named = re.findall(r'[\w.-]+', branches[1]) if branches else []
+    return [*CALLED.findall(op.rest), *named]
 
 
 def _within(
@@ -135,7 +144,7 @@ def _within(
     if op.kind != 'fusion':
         yield op, shapes
         return
-    body = computations[CALLED.findall(op.rest)[0].lstrip('%')]
+    body = computations[_called(op)[0]]
     scope = {inner.name: inner.shape for inner in body}
     for inner in body:
         if inner.kind not in FREE:
@@ -158,7 +167,7 @@ def _moved(computations: dict[str, list[_Op]], op: _Op, shapes: dict[str, str]) 
     if op.kind == 'dynamic-update-slice':
         return 2 * _bytes(shapes[op.operands[1]])
     if op.kind == 'fusion':
-        return _moved_by_fusion(computations[CALLED.findall(op.rest)[0].lstrip('%')])
+        return _moved_by_fusion(computations[_called(op)[0]])
     return _bytes(op.shape) + sum(_bytes(shapes[name]) for name in op.operands)
 
 

@@ -46,12 +46,12 @@ SHARE = 4
 UNKNOWN = 2**30
 """The default budget where no one says how much memory is free."""
 
-ENOUGH = 2**26
-"""What a window may grow to by its steps where it carries a trace: longer ones are a few per
-cent faster at best, for the trace costs little by then, and take memory in proportion."""
+ENOUGH = 100
+"""Steps of a window that carries a trace. Touching the trace costs as much as a few steps, whatever
+the sizes: longer windows are a few per cent faster at best, and take memory in proportion."""
 
-FEWEST = 64
-"""But a window has as many steps as this if they fit."""
+LITTLE = 2**22
+"""But a window may have as many steps as take so few bytes: small ones are all overhead."""
 
 LATITUDE = 1.5
 """How many times more windows are taken if all then have the same length."""
@@ -200,7 +200,7 @@ def plan_windows(
         if count.steps(budget) >= length:
             return Plan(((1, length),), 'all fit, and need no trace', budget, count)
     count = count_window(window, inputs, *args)
-    fitting, enough = count.steps(budget), max(FEWEST, ENOUGH // max(count.per_step, 1))
+    fitting, enough = count.steps(budget), max(ENOUGH, LITTLE // max(count.per_step, 1))
     steps = min(fitting, enough, length)
     if steps == length:
         reason = 'all fit'

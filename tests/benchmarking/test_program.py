@@ -47,6 +47,16 @@ def test_bptt_is_the_gradient_of_the_mean_loss(learner):
     close(found, brainstate.transform.grad(total, weights)())
 
 
+def test_of_the_branches_of_a_condition_the_heaviest_counts():
+    def run(flag, x):
+        return jax.lax.cond(flag, lambda x: x + 1, lambda x: (x @ x) @ x, x)
+
+    x = jnp.ones((8, 8))
+    text = jax.jit(run).lower(True, x).compile().as_text()
+    assert ' conditional(' in text
+    assert count_work(text).flops >= 2 * 2 * 8**3
+
+
 def test_updating_changes_the_weights_in_every_step(learner):
     start = {path: state.value for path, state in learner.param_states.items()}
     losses, weights = benchmarking.updating(learner, XS, step_fn=loss, rate=0.1)()

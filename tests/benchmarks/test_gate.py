@@ -93,6 +93,11 @@ def test_the_command_fails_on_slower_results_and_records_on_request(tmp_path, mo
         gate.main(['ratios', results(2.0)])
 
 
+def test_ratios_that_lack_are_problems():
+    problems = gate.compare_ratios({'new': ratio(1.0, 0.1)}, {'old': ratio(1.0, 0.1)})
+    assert problems == ['new: not recorded', 'old: not measured']
+
+
 def test_what_is_recorded_is_there_for_every_case():
     recorded = json.loads(gate.BASELINE.read_text('utf-8'))
     assert {f'{w} {c}' for w, c in gate.work_cases()} <= set(recorded['work'])

@@ -69,6 +69,26 @@ def test_the_report_has_every_contender_the_goals_and_the_exponents(results, tmp
     assert (tmp_path / 'scaling.png').stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ('planned', 'grown', 'sides'),
+    [
+        ((30, 31), 0, ('met', 'met', 'met')),
+        ((30, 40), 0, ('met', 'MISSED', 'met')),
+        ((280, 280), 8, ('MISSED', 'met', 'MISSED')),
+    ],
+)
+def test_memory_is_held_to_the_budget_and_to_the_shorter_run(planned, grown, sides):
+    runs = [
+        gradient('d_rtrl 256MB', 0.8)
+        | {'steps': steps, 'temp_bytes': size * 1e6}
+        | {'sequence_bytes': 10 * steps, 'argument_bytes': 10 * steps + 5 + grown * (steps > 200)}
+        for steps, size in zip((200, 2000), planned, strict=True)
+    ]
+    shown = report.memory_goals(runs)
+    names = 'within the budget', 'flat', 'arguments grow by the sequences alone'
+    assert ', '.join(f'{n}: {side}' for n, side in zip(names, sides, strict=True)) in shown
+
+
 def test_exponents_are_fitted(results):
     fits = report.exponents(report.load(results))
     np.testing.assert_allclose(fits['batch', 'd_rtrl 256MB'], (0.8, 0.0), atol=1e-9)

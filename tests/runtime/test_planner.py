@@ -256,9 +256,9 @@ def test_a_plan_is_plain_data():
     ]
 
 
-@pytest.mark.parametrize(('floats', 'longest'), [(2**22, 64), (2**16, 128)])
+@pytest.mark.parametrize(('floats', 'longest'), [(2**22, 100), (2**12, 128)])
 def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, longest):
-    """The steps of a window of 2**26 bytes, or 64 if that is more; a budget may be larger."""
+    """100 steps, or those of 2**22 bytes if that is more; a budget may be larger."""
 
     def window(inputs, total, entry, index):
         return total, entry, jnp.cumsum(inputs, axis=0)
@@ -266,5 +266,5 @@ def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, longest):
     inputs = jax.ShapeDtypeStruct((1000, floats), jnp.float32)
     plan = plan_windows(window, inputs, (0.0, 0.0, 0), None, False, 2**40)
     assert plan.count.per_step == 8 * floats
-    assert 32 <= plan.steps <= longest and 'gain little' in plan.reason
+    assert longest / 1.5 <= plan.steps <= longest and 'gain little' in plan.reason
     assert plan_windows(window, inputs, (0.0, 0.0, 0), None, True, 2**40).steps == 1000
