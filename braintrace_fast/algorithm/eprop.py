@@ -94,7 +94,11 @@ class EProp(ParamDimVjpAlgorithm):
         if not self.kappa_filter_decay:
             return super().make_engine(graph)
         return FilteredEngine(
-            graph, self.kappa_filter_decay, self.trace_dtype, self.resolved_backend
+            graph,
+            self.kappa_filter_decay,
+            self.trace_dtype,
+            self.stochastic_rounding,
+            self.resolved_backend,
         )
 
     def replaces_signals(self) -> bool:

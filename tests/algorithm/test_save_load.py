@@ -160,6 +160,14 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.parametrize('option', [{'stochastic_rounding': True}, {'trace_dtype': jnp.float64}])
+@pytest.mark.parametrize('rule', ['eprop', 'd_rtrl'])
+def test_how_traces_are_stored_must_be_the_same(option, rule, tmp_path):
+    own = {'kappa_filter_decay': 0.5} if rule == 'eprop' else {}
+    new_learner(rule, **own).save(tmp_path / 'a')
+    refused(new_learner(rule, **own, **option), tmp_path / 'a', f'option {next(iter(option))} is')
+
+
 @pytest.mark.parametrize('name', MISMATCHES)
 def test_a_file_of_another_learner_is_refused(name, tmp_path):
     new_learner().save(tmp_path / 'a')
