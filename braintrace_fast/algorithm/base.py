@@ -211,13 +211,18 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.vjp_method = vjp_method
         self.calls = 0
         self.recorder: Recorder | None = None
+        self.step_weight: jax.Array | None = None
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine of this learning rule."""
         raise NotImplementedError('A learning rule must say which engine carries its trace.')
 
     def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
-        """The signals of a step that the rule learns from; those of the loss by default."""
+        """The signals of a step that the rule learns from; those of the loss by default.
+
+        ``modulator`` is what :meth:`modulator_of` returned. While ``etrace_grad`` runs a step with
+        a mask, ``step_weight`` is its weight there; it is in the loss's signals already.
+        """
         return signals
 
     def replaces_signals(self) -> bool:

@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import uuid
-import zipfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path as FilePath
@@ -29,7 +28,10 @@ __all__ = ['load', 'save']
 
 FORMAT = 'braintrace_fast learner'
 FORMAT_VERSION = 1
-NO_OPTIONS = ('self', 'model', 'name', 'backend', 'control_flow', 'memory_budget', 'modulator')
+NO_OPTIONS = (
+    *('self', 'model', 'name', 'backend', 'control_flow', 'memory_budget', 'modulator'),
+    *('fast_solve', 'chunked_trace', 'snap_max_jacobian_elements'),
+)
 """Arguments of learners that a file need not agree with: they change nothing, or are states."""
 
 States = dict[str, brainstate.State]
@@ -79,7 +81,7 @@ def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
     for name, state in states.items():
         state.restore_value(values[name])
     if learner.memory_budget is None:  # other windows would round otherwise
-        learner.resolved_budget = int(meta['memory_budget'])
+        learner.resolved_budget = meta['memory_budget']
 
 
 def _states(learner: Any, others: Mapping[str, Any]) -> States:
@@ -212,7 +214,7 @@ def _differences(learner: Any, meta: Mapping[str, Any], values: Mapping[str, PyT
     if meta['algorithm'] != rule['algorithm']:
         problems.append(f'the algorithm is {meta["algorithm"]}, here {rule["algorithm"]}')
     else:
-        for key in sorted({*meta['options'], *rule['options']}):
+        for key in sorted({*meta['options'], *rule['options']} - {*NO_OPTIONS}):
             there, here = meta['options'].get(key), rule['options'].get(key)
             if there != here:
                 problems.append(f'the option {key} is {there}, here {here}')
@@ -247,23 +249,49 @@ def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             with file:
                 arrays = {key: file[key] for key in file.files}
         meta = json.loads(arrays.pop('meta').tobytes().decode('utf-8'))
-    except CheckpointError:
+    except (CheckpointError, FileNotFoundError, PermissionError, IsADirectoryError):
         raise
-    except OSError as error:
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-            raise
-        raise _unreadable(path) from error
-    except (ValueError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # damaged archives raise errors of many kinds
         raise _unreadable(path) from error
     if not isinstance(meta, dict) or meta.get('format') != FORMAT:
         raise CheckpointError(f'{path} was not written by learner.save(path).')
-    if meta['format_version'] > FORMAT_VERSION:
+    written = meta.get('format_version')
+    if isinstance(written, int) and written > FORMAT_VERSION:
         raise CheckpointError(
-            f'{path} has format version {meta["format_version"]}, written by braintrace_fast '
-            f'{meta["library_version"]}; this is {_library_version()}, which reads up to '
+            f'{path} has format version {written}, written by braintrace_fast '
+            f'{meta.get("library_version")}; this is {_library_version()}, which reads up to '
             f'{FORMAT_VERSION}. Install the newer library.'
         )
+    wrong = _wrong_parts(meta)
+    if wrong:
+        raise CheckpointError(
+            f'{path} is damaged: {", ".join(wrong)} in its metadata is missing or malformed. '
+            'Nothing was changed.'
+        )
     return meta, arrays
+
+
+def _wrong_parts(meta: Mapping[str, Any]) -> list[str]:
+    """The parts of the metadata that are not there, or not of the form that is written."""
+    kinds = {
+        'format_version': int,
+        'memory_budget': int,
+        'algorithm': str,
+        'options': dict,
+        'states': dict,
+    }
+    wrong = [key for key, kind in kinds.items() if type(meta.get(key)) is not kind]
+    if 'memory_budget' not in wrong and meta['memory_budget'] < 1:
+        wrong.append('memory_budget')
+    if 'states' not in wrong and not all(map(_is_state, meta['states'].values())):
+        wrong.append('states')
+    return wrong
+
+
+def _is_state(leaves: Any) -> bool:
+    return isinstance(leaves, dict) and all(
+        isinstance(leaf, dict) and isinstance(leaf.get('array'), str) for leaf in leaves.values()
+    )
 
 
 def _unreadable(path: FilePath) -> CheckpointError:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import brainstate
+import jax
 
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
@@ -94,18 +95,27 @@ class EProp(ParamDimVjpAlgorithm):
         if not self.kappa_filter_decay:
             return super().make_engine(graph)
         return FilteredEngine(
-            graph, self.kappa_filter_decay, self.trace_dtype, self.resolved_backend
+            graph,
+            self.kappa_filter_decay,
+            self.trace_dtype,
+            self.stochastic_rounding,
+            self.resolved_backend,
         )
 
     def replaces_signals(self) -> bool:
         """Whether feedback is random."""
         return self.feedback == 'random'
 
+    def modulator_of(self, given: Any) -> jax.Array | None:
+        """With random feedback, the weight that a mask gives to the step; no user's modulator."""
+        super().modulator_of(given)
+        return None if self.random_feedback is None else self.step_weight
+
     def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
         """The signals of a step, projected with random feedback."""
         if self.random_feedback is None:
             return signals
-        return self.random_feedback(factors, signals)
+        return self.random_feedback(factors, signals, modulator)
 
     def entry_signals(self, planes: Sequence[Sequence[Plane]]) -> Sequence[Sequence[Plane]]:
         """The signals at the start of a window, projected with random feedback."""

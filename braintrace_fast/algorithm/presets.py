@@ -3,6 +3,7 @@
 from typing import Any
 
 import brainstate
+import jax.numpy as jnp
 
 from ..compiler import ControlFlowPolicy, ETraceGraph
 from ..runtime.factorized import FactorizedEngine
@@ -72,6 +73,12 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         self.fast_solve = fast_solve
         self.trace_dtype = trace_dtype
         self.chunked_trace = chunked_trace
+
+    @property
+    def resolved_options(self) -> dict[str, Any]:
+        """How traces are stored; their type may have been given in several forms."""
+        dtype = None if self.trace_dtype is None else jnp.dtype(self.trace_dtype)
+        return {'trace_dtype': dtype, 'stochastic_rounding': self.stochastic_rounding}
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the whole trace."""

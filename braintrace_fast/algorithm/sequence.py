@@ -69,6 +69,7 @@ class SequenceDriverMixin:
     trace_is_live: Any
     running_index: Any
     recorder: Recorder | None
+    step_weight: jax.Array | None
     plan: Plan | None
     memory_budget: int | None
     resolved_budget: int
@@ -104,7 +105,9 @@ class SequenceDriverMixin:
             Calls the learner once, and returns the loss of the step (with a window, one loss per
             step).
         mask : array, optional
-            A weight for the loss of every step. The model and the trace advance in any case.
+            A weight for the loss of every step. The model and the trace advance in any case. Where
+            another signal takes the place of the loss's (a modulator, random feedback), it is
+            weighed alike: a step with weight 0 teaches nothing.
         chunk_size : int, optional
             From 2 on, windows of so many steps are passed, for ``vjp_method='multi-step'``;
             ``step_fn`` then wraps the model's inputs in :class:`MultiStepData`.
@@ -152,7 +155,8 @@ class SequenceDriverMixin:
         _check_choice('trace', trace, ('carry', 'fresh'))
         length = _common_length(sequences)
         chunk = self._check_chunk(chunk_size, length, for_grad=True)
-        mask = jnp.ones(length) if mask is None else jnp.asarray(mask)
+        is_weighed = mask is not None
+        mask = jnp.asarray(mask) if is_weighed else jnp.ones(length)
         if mask.shape != (length,):
             raise ValueError(
                 f'The mask has shape {mask.shape}, expected ({length},): one weight per step.'
@@ -165,7 +169,8 @@ class SequenceDriverMixin:
         expected = () if chunk is None else (chunk,)
 
         def objective(slices: Any, weight: jax.Array) -> Any:
-            result = self._call_once(step_fn, slices)
+            with self._weighing(weight if is_weighed else None):
+                result = self._call_once(step_fn, slices)
             loss, aux = result if has_aux else (result, None)
             if jnp.shape(loss) != expected:
                 raise ValueError(
@@ -406,6 +411,14 @@ class SequenceDriverMixin:
             yield recorder
         finally:
             self.recorder = None
+
+    @contextlib.contextmanager
+    def _weighing(self, weight: jax.Array | None) -> Iterator[None]:
+        self.step_weight = weight
+        try:
+            yield
+        finally:
+            self.step_weight = None
 
     def _windows(
         self,

@@ -143,9 +143,16 @@ class RandomFeedback:
             for (index, group), own in zip(groups.items(), keys, strict=True)
         }
 
-    def __call__(self, factors: Factors, signals: Signals) -> Signals:
-        """The signals of a step, of its new and of its old states, projected."""
+    def __call__(
+        self, factors: Factors, signals: Signals, weight: jax.Array | None = None
+    ) -> Signals:
+        """The signals of a step, of its new and of its old states, projected.
+
+        ``weight`` is a factor of the signals, of which their direction keeps the sign.
+        """
         L, R = self.project(signals.L), self.project(signals.R)
+        if weight is not None:
+            L, R = jax.tree.map(lambda plane: plane * jnp.abs(weight).astype(plane.dtype), (L, R))
         return _replaced(self.graph, factors, signals, L, R)
 
     def project(self, planes: Sequence[Sequence[Plane]]) -> Planes:

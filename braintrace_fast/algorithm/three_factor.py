@@ -124,11 +124,12 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         return [*super().own_states, self._modulator]
 
     def modulator_of(self, given: Any) -> jax.Array | None:
-        """The modulator of a call: what was given, or else what stands."""
+        """The modulator of a call, weighed by a mask: what was given, or else what stands."""
         modulator = self.modulator if given is None else given
         if modulator is None:
             return None
-        return check_modulator(modulator, self.graph.hidden_groups)
+        checked = check_modulator(modulator, self.graph.hidden_groups)
+        return checked if self.step_weight is None else checked * self.step_weight
 
     def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
         """The modulator as the signal of every state."""

@@ -178,7 +178,8 @@ def even_arrays(eqns: Iterable[JaxprEqn], is_number: Callable[[Var], bool]) -> s
     found: set[Var] = set()
     for eqn in eqns:
         if keeps_even(eqn) and all(
-            isinstance(v, Literal) or v in found or is_number(v) for v in eqn.invars
+            not v.aval.ndim if isinstance(v, Literal) else v in found or is_number(v)
+            for v in eqn.invars
         ):
             found.update(eqn.outvars)
     return found

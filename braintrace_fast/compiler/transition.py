@@ -130,7 +130,7 @@ def _is_even_sum(jaxpr: Jaxpr, num_constants: int) -> bool:
     even = even_arrays(jaxpr.eqns, lambda v: not v.aval.ndim)
 
     def is_even(atom: Any) -> bool:
-        return isinstance(atom, Literal) or not atom.aval.ndim or atom in even
+        return not atom.aval.ndim or (not isinstance(atom, Literal) and atom in even)
 
     moving = set([*jaxpr.constvars, *jaxpr.invars][num_constants:])
     for eqn in jaxpr.eqns:

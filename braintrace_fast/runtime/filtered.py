@@ -34,6 +34,8 @@ class FilteredEngine:
         How much of the filtered trace is kept from step to step.
     trace_dtype : dtype, optional
         The type in which traces are stored; that of the factors by default.
+    stochastic : bool
+        Whether traces in bfloat16 are rounded at random, with the right mean.
     backend : Backend
         What to run kernels with.
     """
@@ -43,11 +45,14 @@ class FilteredEngine:
         graph: ETraceGraph,
         kappa: float,
         trace_dtype: Any = None,
+        stochastic: bool = False,
         backend: Backend = PLAIN,
     ) -> None:
         self.graph = graph
         self.kappa = kappa
-        self.engine = MaterializedEngine(graph, trace_dtype, filtered=True, backend=backend)
+        self.engine = MaterializedEngine(
+            graph, trace_dtype, filtered=True, stochastic=stochastic, backend=backend
+        )
 
     def trace_shape(self) -> Trace:
         """The shapes and types of the trace."""

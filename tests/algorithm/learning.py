@@ -38,15 +38,15 @@ class Learning(NamedTuple):
     """From the inputs of a step to gradients by path, compiled."""
 
 
-def learning(case: ModelCase, algorithm: str, **options: Any) -> Learning:
+def learning(case: ModelCase, algorithm: str, *, steps: int = STEPS, **options: Any) -> Learning:
     precision = brainstate.environ.get_precision()
-    return _learning(case.name, algorithm, precision, tuple(sorted(options.items())))
+    return _learning(case.name, algorithm, precision, steps, tuple(sorted(options.items())))
 
 
 @functools.cache
-def _learning(name: str, algorithm: str, precision: int, options: Any) -> Learning:
+def _learning(name: str, algorithm: str, precision: int, steps: int, options: Any) -> Learning:
     model, inputs = MODELS[name].build(BATCH)
-    xs = inputs(0, STEPS)
+    xs = inputs(0, steps)
     rule, defaults = ALGORITHMS[algorithm]
     learner = rule(model, **(defaults | dict(options)))
     learner.compile_graph(at(xs, 0))
@@ -107,18 +107,22 @@ def live_values(case: ModelCase) -> Any:
 
 
 @functools.cache
-def _oracle_of(name: str, outputs_only: bool, precision: int) -> testing.Recurrence:
+def _oracle_of(name: str, outputs_only: bool, precision: int, steps: int) -> testing.Recurrence:
     case = MODELS[name]
     model, inputs = case.build(BATCH)
     loss = functools.partial(output_loss if outputs_only else step_loss(model), model)
-    return testing.Recurrence(model, inputs(0, STEPS), step_fn=loss, forward_mode=case.forward_mode)
+    return testing.Recurrence(model, inputs(0, steps), step_fn=loss, forward_mode=case.forward_mode)
 
 
 def recurrence_of(
-    case: ModelCase, algorithm: str, window: int | None = None, outputs_only: bool = False
+    case: ModelCase,
+    algorithm: str,
+    window: int | None = None,
+    outputs_only: bool = False,
+    steps: int = STEPS,
 ) -> testing.Gradients:
     """The truth over the sequence from the start, in float64."""
-    oracle = _oracle_of(case.name, outputs_only, brainstate.environ.get_precision())
+    oracle = _oracle_of(case.name, outputs_only, brainstate.environ.get_precision(), steps)
     return oracle.gradient(None if algorithm == 'd_rtrl' else DECAY, window)
 
 

@@ -18,22 +18,22 @@ import brainstate
 import jax
 import numpy as np
 
-from tests.algorithm.learning import _oracle_of
+from tests.algorithm.learning import STEPS, _oracle_of
 from tests.models import ModelCase
 
 Signal = Callable[[int, int, Any, Any], tuple[Any, Any]]
 """``(t, g, L, R) -> (L', R')`` with planes of shape ``(S, *varshape)``."""
 
 
-def oracle_of(case: ModelCase) -> Any:
-    return _oracle_of(case.name, False, brainstate.environ.get_precision())
+def oracle_of(case: ModelCase, steps: int = STEPS) -> Any:
+    return _oracle_of(case.name, False, brainstate.environ.get_precision(), steps)
 
 
 def gradients_per_step(
-    case: ModelCase, kappa: float = 0.0, signal: Signal | None = None
+    case: ModelCase, kappa: float = 0.0, signal: Signal | None = None, steps: int = STEPS
 ) -> Iterator[Any]:
     """The gradient of each step by all parameters, flat, with the trace from zero."""
-    oracle = oracle_of(case)
+    oracle = oracle_of(case, steps)
     dense, all_factors = oracle.dense, oracle.factors
     size = all_factors[0].step_gradient.size
     varshapes = [dense.varshape(oracle.values[0], g) for g in range(len(dense.groups))]

@@ -172,10 +172,11 @@ def test_a_learner_with_another_backend_goes_on_by_itself():
     assert int(other.running_index.value) == 2 and int(learner.running_index.value) == 1
 
 
+@pytest.mark.parametrize('rule', ['d_rtrl', 'eprop'])
 @pytest.mark.parametrize('windows', [True, False])
-def test_stochastic_rounding_is_the_same_on_every_backend(windows):
-    learner, xs = new_learner('leaky', 'd_rtrl', trace_dtype=jnp.bfloat16, stochastic_rounding=True)
-    nearest, _ = new_learner('leaky', 'd_rtrl', trace_dtype=jnp.bfloat16)
+def test_stochastic_rounding_is_the_same_on_every_backend(windows, rule):
+    learner, xs = new_learner('leaky', rule, trace_dtype=jnp.bfloat16, stochastic_rounding=True)
+    nearest, _ = new_learner('leaky', rule, trace_dtype=jnp.bfloat16)
     start = start_of(learner)
 
     def trace_of(learner):
@@ -192,4 +193,5 @@ def test_stochastic_rounding_is_the_same_on_every_backend(windows):
     found = trace_of(learner)
     np.testing.assert_array_equal(trace_of(learner), found)
     np.testing.assert_array_equal(trace_of(learner.with_backend('interpret')), found)
-    assert np.abs(found).max() > 0 and not np.array_equal(found, trace_of(nearest))
+    assert np.abs(found).max() > 0
+    assert np.any(found != trace_of(nearest))  # which may be narrow

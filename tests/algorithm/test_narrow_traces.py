@@ -6,8 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import saiunit as u
+from jax.extend.core import Literal
 
 import braintrace_fast as btf
+from braintrace_fast.compiler.alignment import even_arrays
+from braintrace_fast.compiler.transition import _is_even_sum
 from tests.algorithm.learning import STEPS, add_trees, at, begin, check, learning, step_loss
 from tests.models import MODELS, N_IN, N, SynapseNet, lif
 
@@ -72,6 +75,23 @@ def test_only_single_numbers_make_a_plane_narrow(name):
     move, narrow = MOVES[name]
     learner = btf.compile(Affine(move), 'd_rtrl', jnp.ones((2, 3)), batch_size=2)
     assert learner.graph.transitions[0].even == [narrow]
+
+
+@pytest.mark.parametrize(('value', 'narrow'), [(np.float32(0.9), True), (np.ones(4), False)])
+def test_only_literals_of_one_number_make_a_plane_narrow(value, narrow):
+    """Newer versions of JAX have literals that are arrays."""
+    literal = Literal(value, jax.typeof(value))
+    plane = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def with_literal(function, *inputs):
+        jaxpr = jax.make_jaxpr(function)(*inputs).jaxpr
+        first = jaxpr.eqns[0].replace(invars=[literal, *jaxpr.eqns[0].invars[1:]])
+        return jaxpr.replace(eqns=[first, *jaxpr.eqns[1:]])
+
+    decay = with_literal(lambda h, y: jnp.float32(0.9) * h + y, plane, plane)
+    assert _is_even_sum(decay, 0) == narrow
+    negative = with_literal(lambda a: -a, 1.0)
+    assert even_arrays(negative.eqns, lambda v: False) == set(negative.outvars if narrow else ())
 
 
 def test_time_constants_of_their_own_leave_planes_whole():

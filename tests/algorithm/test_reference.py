@@ -543,6 +543,24 @@ def test_a_standing_modulator_that_is_set_anew_counts_under_jit(reference):
     np.testing.assert_allclose(theirs[1], theirs[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize('rule', ['modulator', 'feedback'])
+def test_a_mask_weighs_other_signals_too(reference, rule):
+    options = {'modulator': 1.0} if rule == 'modulator' else {}
+
+    def gradient(lib, weight):
+        learner, xs = learner_of(lib, 'vanilla', rule, **options)
+        loss = lambda x: random_projection(learner(x))  # noqa: E731
+        mask = jnp.full(STEPS, weight)
+        return flat(learner.etrace_grad(xs, step_fn=loss, mask=mask, reduction='sum'))
+
+    ours, theirs = gradient(btf, 1.0), gradient(reference, 1.0)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(gradient(btf, 0.5), 0.5 * ours, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(gradient(reference, 0.5), theirs, rtol=1e-5, atol=1e-7)
+    learns_from_none = np.any(gradient(reference, 0.0))
+    assert learns_from_none == (rule == 'modulator') and not np.any(gradient(btf, 0.0))
+
+
 def flat(tree: Any) -> np.ndarray:
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 

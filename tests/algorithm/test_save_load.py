@@ -160,6 +160,14 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.parametrize('option', [{'stochastic_rounding': True}, {'trace_dtype': jnp.float64}])
+@pytest.mark.parametrize('rule', ['eprop', 'd_rtrl'])
+def test_how_traces_are_stored_must_be_the_same(option, rule, tmp_path):
+    own = {'kappa_filter_decay': 0.5} if rule == 'eprop' else {}
+    new_learner(rule, **own).save(tmp_path / 'a')
+    refused(new_learner(rule, **own, **option), tmp_path / 'a', f'option {next(iter(option))} is')
+
+
 @pytest.mark.parametrize('name', MISMATCHES)
 def test_a_file_of_another_learner_is_refused(name, tmp_path):
     new_learner().save(tmp_path / 'a')
@@ -215,6 +223,86 @@ def test_a_newer_format_is_refused(tmp_path):
     learner.save(tmp_path / 'a')
     rewritten(tmp_path / 'a', lambda meta: meta.update(format_version=2))
     refused(learner, tmp_path / 'a', 'format version 2')
+
+
+BAD = {
+    'no format_version': lambda meta: meta.pop('format_version'),
+    'no algorithm': lambda meta: meta.pop('algorithm'),
+    'no options': lambda meta: meta.pop('options'),
+    'no states': lambda meta: meta.pop('states'),
+    'no memory_budget': lambda meta: meta.pop('memory_budget'),
+    'format_version as text': lambda meta: meta.update(format_version='1'),
+    'algorithm as number': lambda meta: meta.update(algorithm=1),
+    'options as list': lambda meta: meta.update(options=[]),
+    'states as list': lambda meta: meta.update(states=[]),
+    'states without parts': lambda meta: meta.update(states=dict.fromkeys(meta['states'], 1)),
+    'states without entries': lambda meta: [
+        leaves.update(dict.fromkeys(leaves)) for leaves in meta['states'].values()
+    ],
+    'states without names of arrays': lambda meta: [
+        leaf.update(array=[0]) for leaves in meta['states'].values() for leaf in leaves.values()
+    ],
+    'memory_budget as text': lambda meta: meta.update(memory_budget='much'),
+    'memory_budget null': lambda meta: meta.update(memory_budget=None),
+    'memory_budget negative': lambda meta: meta.update(memory_budget=-1),
+}
+
+
+def test_metadata_that_lacks_something_is_refused(tmp_path):
+    learner, path = new_learner(), tmp_path / 'a'
+    learner.save(path)
+    content = path.read_bytes()
+    learner(XS[0])
+    before, budget = everything(learner), learner.resolved_budget
+    for name, change in BAD.items():
+        path.write_bytes(content)
+        rewritten(path, change)
+        with pytest.raises(btf.CheckpointError, match='is damaged') as raised:
+            learner.load(path)
+        assert any(word in str(raised.value) for word in name.split()), name
+        assert_same(everything(learner), before)
+        assert learner.resolved_budget == budget
+
+
+def test_a_flipped_byte_anywhere_changes_nothing_or_is_noticed(tmp_path):
+    cell = btf.nn.ValinaRNNCell(1, 2)
+    learner, path = btf.compile(cell, 'd_rtrl', jnp.ones(1)), tmp_path / 'a'
+    learner(jnp.ones(1))
+    learner.save(path)
+    content, saved = path.read_bytes(), everything(learner)
+    learner(jnp.ones(1))
+    before = everything(learner)
+    start = [(state, state.value) for state in (*cell.states().values(), *learner.own_states)]
+    refusals = 0
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= (255, 1, 8, 128)[place % 4]
+        path.write_bytes(damaged)
+        try:
+            learner.load(path)
+        except btf.CheckpointError:
+            refusals += 1
+            assert_same(everything(learner), before)
+        else:
+            assert_same(everything(learner), saved)
+        for state, value in start:
+            state.value = value
+    assert refusals > len(content) / 2
+
+
+@pytest.mark.parametrize(
+    ('there', 'here'),
+    [
+        ({'trace_dtype': 'bfloat16'}, {'trace_dtype': jnp.bfloat16}),
+        ({'trace_dtype': jnp.bfloat16}, {'trace_dtype': jnp.dtype('bfloat16')}),
+        ({}, {'fast_solve': False}),
+        ({'chunked_trace': False}, {}),
+    ],
+)
+def test_options_that_mean_the_same_are_not_refused(there, here, tmp_path):
+    learner = new_learner(**there)
+    learner.save(tmp_path / 'a')
+    new_learner(**here).load(tmp_path / 'a')
 
 
 def test_arrays_that_are_not_as_described_are_refused(tmp_path):

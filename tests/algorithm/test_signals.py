@@ -99,8 +99,8 @@ def by_steps(learned, case, rule, steps=range(STEPS)):
     return [step(at(learned.xs, t), jnp.asarray(REWARDS[t])) for t in steps]
 
 
-def truth(learned, case, rule, steps=slice(None)):
-    """From the recurrence, the gradient of some steps."""
+def truth(learned, case, rule, steps=slice(None), weights=None):
+    """From the recurrence, the gradient of some steps, or of all with weights."""
     signal = None
     if rule in ('feedback', 'both'):
         matrices = learned.learner.random_feedback.feedback
@@ -109,7 +109,10 @@ def truth(learned, case, rule, steps=slice(None)):
     elif rule == 'modulator':
         signal = modulator_signal(REWARDS)
     kappa = KAPPA if rule in ('filter', 'both') else 0.0
-    return as_parameters(case, sum(list(gradients_per_step(case, kappa, signal))[steps]))
+    grads = gradients_per_step(case, kappa, signal)
+    if weights is not None:
+        grads = (w * g for w, g in zip(weights, grads, strict=True))
+    return as_parameters(case, sum(list(grads)[steps]))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +223,39 @@ def test_a_mean_is_a_part_of_the_sum_whatever_the_signal(rule, x64):
     begin(learned)
     true = jax.tree.map(lambda g: g / STEPS, truth(learned, MODELS['vanilla'], rule))
     check(in_windows(learned, rule, reduction='mean'), true, rtol=1e-10)
+
+
+MASK = np.array([0.0, 1.0, 0.5, 0.0, 2.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ('rule', 'name', 'reduction', 'every'),
+    [
+        ('filter', 'vanilla', 'sum', 4),
+        ('feedback', 'vanilla', 'mean', 4),
+        ('feedback', 'drop_connect', 'sum', None),
+        ('modulator', 'vanilla', 'mean', 4),
+        ('modulator', 'drop_connect', 'sum', None),
+        pytest.param('both', 'lif_expon', 'sum', 1, marks=pytest.mark.slow),
+        pytest.param('modulator', 'gif_expon', 'sum', 4, marks=pytest.mark.slow),
+        pytest.param('feedback', 'plain_readout', 'mean', 4, marks=pytest.mark.slow),
+    ],
+)
+def test_masks_weigh_what_a_step_teaches_whatever_the_signal(rule, name, reduction, every, x64):
+    case = MODELS[name]
+    learned = learning(case, rule)
+    begin(learned)
+    found = in_windows(learned, rule, mask=MASK, reduction=reduction, trace_every=every)
+    scale = MASK.sum() if reduction == 'mean' else 1.0
+    check(found, truth(learned, case, rule, weights=MASK / scale), rtol=1e-7)
+
+
+@pytest.mark.parametrize('rule', ['feedback', 'modulator'])
+def test_steps_that_a_mask_leaves_out_teach_nothing(rule, x64):
+    learned = learning(MODELS['vanilla'], rule)
+    begin(learned)
+    grads = in_windows(learned, rule, mask=np.zeros(STEPS, int))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
 def leaky(batch=BATCH, **options):

@@ -37,6 +37,15 @@ def some_models(*names):
     return pytest.mark.parametrize('case', [MODELS[n] for n in names], ids=names)
 
 
+def quickly(*names):
+    """All models, the others as slow tests."""
+    cases = [
+        pytest.param(case, id=name, marks=() if name in names else pytest.mark.slow)
+        for name, case in MODELS.items()
+    ]
+    return pytest.mark.parametrize('case', cases)
+
+
 @most_models_slowly
 def test_windows_give_the_gradient_of_the_recurrence(case, x64):
     skip_if_positions_mix(case)
@@ -71,7 +80,7 @@ def test_a_window_leaves_the_trace_that_steps_leave(case, algorithm, every, x64)
 
 
 @every_algorithm
-@some_models('vanilla', 'lif_expon')
+@quickly('vanilla', 'lif_expon')
 def test_evolved_then_differentiated(case, algorithm, x64):
     learned = learning(case, algorithm)
     learner, xs = learned.learner, learned.xs
@@ -88,7 +97,7 @@ def test_evolved_then_differentiated(case, algorithm, x64):
 
 
 @every_algorithm
-@some_models('vanilla', 'lif_expon')
+@quickly('vanilla', 'lif_expon')
 def test_several_calls_give_the_gradient_of_one(case, algorithm, x64):
     learned = learning(case, algorithm)
     begin(learned)
@@ -148,16 +157,20 @@ def made_shapes(jaxpr):
             yield from made_shapes(getattr(inner, 'jaxpr', inner))
 
 
-@pytest.mark.parametrize('reduction', ['mean', 'sum'])
-def test_masks_weigh_the_losses(reduction, x64):
-    learned = learning(MODELS['lif_expon'], 'd_rtrl')
-    step = functools.partial(step_loss(learned.model), learned.learner)
-    mask = jnp.array([0.0, 1.0, 0.5, 0.0, 2.0, 1.0])
-    options = dict(step_fn=step, mask=mask, reduction=reduction)
+@every_algorithm
+@quickly('lif_expon')
+def test_masks_weigh_the_losses(case, algorithm, x64):
+    learned = learning(case, algorithm)
+    mask = np.array([0.0, 1.0, 0.5, 0.0, 2.0, 1.0])
     begin(learned)
-    expected = learned.learner.etrace_grad(learned.xs, trace_every=1, **options)
-    begin(learned)
-    check(learned.learner.etrace_grad(learned.xs, trace_every=4, **options), expected, rtol=1e-10)
+    steps = [learned.step(at(learned.xs, t)) for t in range(STEPS)]
+    weighed = [jax.tree.map(lambda g, w=w: w * g, g) for w, g in zip(mask, steps, strict=True)]
+    for reduction, scale in (('sum', 1.0), ('mean', mask.sum())):
+        true = jax.tree.map(lambda g, scale=scale: g / scale, add_trees(weighed))
+        begin(learned)
+        step = functools.partial(step_loss(learned.model), learned.learner)
+        options = dict(step_fn=step, mask=mask, reduction=reduction, trace_every=4)
+        check(learned.learner.etrace_grad(learned.xs, **options), true, rtol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.factored_trace import factored_trace, smooth
-from braintrace_fast.kernels.trace_carry import trace_carry
+from braintrace_fast.kernels.trace_carry import blocked, reference, trace_carry
 from braintrace_fast.kernels.trace_step import trace_step
 from braintrace_fast.op.matmul import matmul_p
 
 PARAMS = dict(has_bias=False, precision=None)
 BATCH, INPUTS, SIZE = 2, 3, 4
+ROUNDOFF = 2.0**-8  # of bfloat16
 
 
 RULES = dataclasses.replace(
@@ -104,6 +105,152 @@ def test_a_window_is_the_recurrence(x64, case, overwrite, within, at_once):
     if read is not None:
         total = total + np.asarray(read['weight'])
     np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
+
+
+def flags(draw, *shape):
+    size = int(np.prod(shape))
+    return np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size))).reshape(shape)
+
+
+@st.composite
+def sequences(draw):
+    """Several ops that reach one group, over steps that need not fill their last window."""
+    size, ops = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    steps = draw(st.integers(1, 9))
+    window = draw(st.integers(1, steps))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    decays = st.lists(st.sampled_from([0.0, 0.5, -0.9, 1.5]), min_size=size**2, max_size=size**2)
+    scales = np.array(draw(decays)).reshape(size, size, 1, 1, 1)
+    present = dict(
+        D=flags(draw, size, size),
+        f=flags(draw, ops, size),
+        L=flags(draw, size),
+        R=flags(draw, size),
+    )
+    present['f'][np.arange(ops), rng.integers(size, size=ops)] = True
+    assume(not ends_unread(present))
+    shape = (steps, BATCH, SIZE)
+    values = {
+        name: rng.normal(size=(*own.shape, *shape)) * own[..., None, None, None]
+        for name, own in present.items()
+    }
+    values['D'] = np.abs(values['D']) * scales * (rng.random(values['D'].shape) < 0.9)  # resets
+    values['x'] = rng.normal(size=(ops, steps, BATCH, INPUTS))
+    values['start'] = rng.normal(size=(ops, size, BATCH, INPUTS, SIZE))
+    exact = {k: np.array(jnp.asarray(v, jnp.bfloat16), np.float64) for k, v in values.items()}
+    return exact, present, window, tuple(flags(draw, ops).tolist())
+
+
+def ends_unread(present):
+    """Whether a plane is read in the next step by planes alone that nobody reads."""
+    D, L, R = present['D'], present['L'], present['R']
+    alive = D.any(0) | R
+    ahead = (D & (L | alive)[:, None]).any(0) | R
+    return bool(np.any(alive & ~ahead))
+
+
+def _planes(a, present, dtype):
+    """Nested lists of planes, with None where there is none."""
+    if present.ndim:
+        return [_planes(*pair, dtype) for pair in zip(a, present, strict=True)]
+    return jnp.asarray(a, dtype) if present else None
+
+
+scan = jax.jit(functools.partial(adjoint_scan, carry=True), static_argnames='within')
+CARRIES = {
+    'chosen': functools.partial(trace_carry, RULES),
+    'chosen, not in place': functools.partial(trace_carry, RULES, overwrite=False),
+    'plain': functools.partial(reference.trace_carry, RULES),
+    'blocked': functools.partial(blocked.trace_carry, RULES),
+    'blocked, not in place': functools.partial(blocked.trace_carry, RULES, overwrite=False),
+}
+CARRIES = {name: jax.jit(carry) for name, carry in CARRIES.items()}
+
+
+def chained(case, present, window, within, carry, dtype, stored):
+    """The traces and gradients per op, window after window."""
+    ops, steps = case['x'].shape[:2]
+    planes = [_planes(case[name], present[name], dtype) for name in 'DfLR']
+    traces = [[{'weight': jnp.asarray(e, stored)} for e in start] for start in case['start']]
+    totals = np.zeros((ops, INPUTS, SIZE))
+    for first in range(0, steps, window):
+        part = jax.tree.map(lambda a, i=first: a[i : i + window], planes)
+        found = scan(*part, within=within)
+        for k in range(ops):
+            x = case['x'][k, first : first + window]
+            own = jnp.asarray(x, dtype), found.P, found.u[k], traces[k], found.nu
+            traces[k], read = carry(*own)
+            if found.w[k] is not None:
+                totals[k] += np.einsum('tbi,tbo->io', x, np.asarray(found.w[k], np.float64))
+            if read is not None:
+                totals[k] += np.asarray(read['weight'], np.float64)
+    as_array = functools.partial(np.asarray, dtype=np.float64)
+    return np.array([[as_array(e['weight']) for e in planes] for planes in traces]), totals
+
+
+def recurrences(D, f, L, R, x, start, within):
+    """The same step by step."""
+    traces, totals = [], []
+    for own_f, own_x, own_start, own in zip(f, x, start, within, strict=True):
+        trace, total = recurrence(D, own_f, L, R, own_x, own_start)
+        if own:
+            total = total + np.einsum('stbo,stbo,tbi->io', L, own_f, own_x)
+        traces.append(trace)
+        totals.append(total)
+    return np.array(traces), np.array(totals)
+
+
+def check_windows(drawn, carry, dtype, stored, error):
+    """Off by a part of sums without cancellation that each write adds to, at most."""
+    case, present, window, within = drawn
+    found = chained(case, present, window, within, carry, dtype, stored)
+    sizes = recurrences(**{k: np.abs(v) for k, v in case.items()}, within=within)
+    writes = -(-case['x'].shape[1] // window)
+    bound = (1 + error) ** writes - 1 + 16 * float(jnp.finfo(dtype).eps)
+    for a, b, size in zip(found, recurrences(**case, within=within), sizes, strict=True):
+        assert np.all(np.abs(a - b) <= bound * size)
+
+
+some_carry = st.sampled_from(list(CARRIES))
+
+
+@settings(max_examples=8)
+@given(sequences(), some_carry)
+def test_windows_one_after_the_other_are_the_recurrence(x64, drawn, name):
+    check_windows(drawn, CARRIES[name], jnp.float64, jnp.float64, error=0.0)
+
+
+@settings(max_examples=6)
+@given(sequences(), some_carry)
+def test_traces_in_bfloat16_are_off_by_a_rounding_per_write(drawn, name):
+    check_windows(drawn, CARRIES[name], jnp.float32, jnp.bfloat16, error=ROUNDOFF)
+
+
+@pytest.mark.slow
+@settings(max_examples=80)
+@given(sequences(), some_carry)
+def test_many_windows_are_the_recurrence(x64, drawn, name):
+    check_windows(drawn, CARRIES[name], jnp.float64, jnp.float64, error=0.0)
+
+
+@pytest.mark.slow
+@settings(max_examples=80)
+@given(sequences(), some_carry)
+def test_many_traces_in_bfloat16_are_off_by_a_rounding_per_write(drawn, name):
+    check_windows(drawn, CARRIES[name], jnp.float32, jnp.bfloat16, error=ROUNDOFF)
+
+
+def test_the_bound_of_bfloat16_is_reached_by_half():
+    """So that the test above means something: one window, one product to store."""
+    planes = jnp.ones((2, 1, 1))
+    found = adjoint_scan([[planes]], [[planes]], carry=True)
+    worst = 1 + 2**-8 - 2**-20  # just below the middle of two neighbours
+    x = jnp.array([worst, 0.0]).reshape(2, 1, 1)
+    (new,), _ = trace_carry(
+        RULES, x, found.P, found.u[0], [{'weight': jnp.zeros((1, 1, 1), 'bfloat16')}]
+    )
+    error = abs(float(new['weight'][0, 0, 0]) - worst) / worst
+    assert 0.5 * 2**-8 < error <= 2**-8
 
 
 step = jax.jit(functools.partial(trace_step, RULES))
