@@ -68,11 +68,8 @@ def recurrence(
     """
     size = range(len(D))
     pattern = [[plane is not None for plane in row] for row in D]
-    alive = [
-        L is not None and (any(row[q] for row in pattern) or (R is not None and R[q] is not None))
-        for q in size
-    ]
     reached = closure(pattern)
+    alive = [L is not None and _is_read(q, pattern, reached, L, R) for q in size]
 
     def body(state: Any, step: Any) -> Any:
         nu, P = state
@@ -105,6 +102,20 @@ def recurrence(
     nu = tuple(0.0 if a else None for a in alive)
     P = tuple(tuple(float(s == q) if reached[s][q] else None for q in size) for s in size if carry)
     return body, (nu, P)
+
+
+def _is_read(
+    q: int,
+    pattern: Sequence[Sequence[bool]],
+    reached: Sequence[Sequence[bool]],
+    L: Planes,
+    R: Planes | None,
+) -> bool:
+    """Whether the loss of this step or a later one reads plane ``q`` of the step before."""
+    size = range(len(pattern))
+    later = [s for s in size if any(reached[s][r] and pattern[r][q] for r in size)]
+    before = [] if R is None else [R[s] for s in {q, *later}]
+    return any(plane is not None for plane in (*before, *(L[s] for s in later)))
 
 
 def _or_zero(plane: Plane, like: Any) -> Plane:

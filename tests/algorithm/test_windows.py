@@ -217,3 +217,32 @@ def test_an_op_without_trace_rules_learns_in_fresh_windows(x64):
     model.h.value = jnp.zeros_like(model.h.value)
     true = testing.recurrence(model, xs, step_fn=lambda x: jnp.sum(model(x) ** 2))
     check(found, true, rtol=1e-10)
+
+
+class Remembering(brainstate.nn.Module):
+    """Keeps the last output in a state that nobody reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = btf.nn.Linear(7, 4)
+
+    def init_state(self, batch_size=None, **_):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, 4), jnp.float64))
+        self.last = brainstate.HiddenState(jnp.zeros((batch_size, 4), jnp.float64))
+
+    def update(self, x):
+        self.last.value = 2 * self.h.value
+        self.h.value = jnp.tanh(self.layer(jnp.concatenate([x, self.h.value], -1)))
+        return self.h.value
+
+
+@pytest.mark.parametrize('trace', ['carry', 'fresh'])
+def test_a_state_that_nobody_reads_changes_nothing(trace, x64):
+    model = Remembering()
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(STEPS, BATCH, 3)))
+    learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=BATCH)
+    options = dict(reduction='sum', trace=trace, trace_every=4)
+    found = learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2), **options)
+    model.h.value = model.last.value = jnp.zeros_like(model.h.value)
+    true = testing.recurrence(model, xs, step_fn=lambda x: jnp.sum(model(x) ** 2))
+    check(found, true, rtol=1e-10)
