@@ -8,6 +8,8 @@ import pytest
 import saiunit as u
 
 import braintrace_fast as btf
+from braintrace_fast.kernels import dispatch
+from braintrace_fast.kernels.outer import triton as outer_triton
 from braintrace_fast.runtime import factorized, materialized
 from tests.kernel_checks import absent, count_calls, lowered
 from tests.models import MODELS
@@ -16,6 +18,7 @@ RULES = {
     'd_rtrl': (btf.D_RTRL, {}),
     'pp_prop': (btf.pp_prop, {'decay_or_rank': 0.9}),
     'eprop': (btf.EProp, {'kappa_filter_decay': 0.5}),
+    'three_factor': (btf.ThreeFactor, {'modulator': 0.5}),
 }
 OPS = {
     'd_rtrl': {'hidden_jacobian', 'adjoint_scan', 'trace_carry'},
@@ -151,6 +154,19 @@ def test_the_report_says_what_runs_where():
         assert f'{op} on tpu: mosaic' in text
         assert f'{op} on cpu: jax, there are no kernels for CPUs' in text
     assert 'jax (asked for: auto)' in new_learner('gru', 'd_rtrl')[0].report.to_str()
+
+
+@pytest.mark.parametrize('rows', [4, 7])
+@pytest.mark.parametrize('rule', ['d_rtrl', 'eprop', 'three_factor'])
+def test_the_report_says_what_a_gradient_runs(rule, rows, monkeypatch):
+    """Signals are operands too, of which a kernel holds only so many."""
+    monkeypatch.setattr(outer_triton, 'ROWS', rows)
+    learner, xs = new_learner('lif_expon', rule, backend='pallas')
+    loss = lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)  # noqa: E731
+    with dispatch.recording() as choices:
+        learner.etrace_grad(xs, step_fn=loss)
+    assert any(choice.op == 'trace_carry' for choice in choices)
+    assert {*choices} <= {*learner.choices}
 
 
 def test_what_falls_back_says_why():
