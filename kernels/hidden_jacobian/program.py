@@ -1,7 +1,7 @@
 """A position-wise function of arrays, as a program that can be evaluated on tiles of them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -123,20 +123,36 @@ def redundant(transition: Any, constants: Any, inputs: Sequence[Any]) -> str | N
     return None
 
 
-def _unknown(jaxpr: Any, varshape: tuple[int, ...], known: frozenset[str] | set[str]) -> str | None:
-    """The first equation that tiles cannot be put through, or None."""
-    numbers: set[Any] = set()  # known beforehand
+def _unknown(
+    jaxpr: Any,
+    varshape: tuple[int, ...],
+    known: frozenset[str] | set[str],
+    fixed: Collection[Any] = (),
+) -> str | None:
+    """The first equation that tiles cannot be put through, or None; ``fixed`` ones are numbers."""
+    numbers = {*fixed}  # known beforehand, and the same at all positions
     for eqn in _needed(jaxpr):
         name, inner = eqn.primitive.name, _inner(eqn)
-        if _variables(eqn.invars) <= numbers:
+        atoms = (*eqn.invars, *eqn.outvars)
+        is_number = _variables(eqn.invars) <= numbers
+        if is_number:
             numbers.update(eqn.outvars)
-            continue
         if inner is not None:
-            found = _unknown(inner[0], varshape, known)
-            if found:
-                return found
+            pairs = zip(inner[0].invars, eqn.invars, strict=True)
+            own = {v for v, atom in pairs if hasattr(atom, 'val') or atom in numbers}
+            found = _unknown(inner[0], varshape, known, own)
+            if found or any(np.size(constant) > 1 for constant in inner[1]):
+                return found or f'{name} holds an array'
+        elif is_number and name not in known | UNCHANGED:
+            if any(v.aval.shape for v in atoms):
+                return f'{name} makes an array of shape {eqn.outvars[0].aval.shape} of numbers'
         elif name not in known | UNCHANGED:
             return f'{name} has no expansion (see register_expansion)'
+        if is_number:
+            continue
+        for v in atoms:
+            if v.aval.dtype.name not in (*FLOATS, *OTHERS):
+                return f'{name} works on {v.aval.dtype}'
         for v in eqn.outvars:
             if kind_of(v.aval.shape, varshape) == 'other':
                 return f'{name} makes an array of shape {v.aval.shape}'

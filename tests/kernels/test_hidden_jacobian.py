@@ -170,6 +170,72 @@ def test_types_and_sizes_without_a_kernel(x64, kernel):
     assert 'no positions' in kernel.supports(Leaky(), *Leaky.operands((0, 4)))
 
 
+class Wide(Leaky):
+    """Between operands and results of float32, another type."""
+
+    def evaluate(self, row, constants, inputs):
+        h, y = inputs
+        return jnp.sin(h.astype(jnp.float64)).astype(jnp.float32) * y
+
+
+class ByNumber(Leaky):
+    """A power whose exponent is of another type."""
+
+    def evaluate(self, row, constants, inputs):
+        return jax.lax.pow(inputs[0], jnp.int64(3)) * inputs[1]
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+@pytest.mark.parametrize(('transition', 'dtype'), [(Wide, 'float64'), (ByNumber, 'int64')])
+def test_types_inside_without_a_kernel(x64, transition, dtype, kernel):
+    case = transition(), [[]], [jnp.ones((2, 3), jnp.float32)] * 2
+    assert dtype in kernel.supports(*case)
+
+
+@jax.custom_vjp
+def ramp(h):
+    return jnp.tanh(h)
+
+
+def ramp_forward(h):
+    return ramp(h), h
+
+
+def ramp_backward(h, cotangent):
+    return (cotangent * (1 + jnp.arange(h.shape[-1], dtype=h.dtype)),)
+
+
+ramp.defvjp(ramp_forward, ramp_backward)
+
+
+class Ramp(Leaky):
+    """A derivative that depends on where a position is."""
+
+    def evaluate(self, row, constants, inputs):
+        return ramp(inputs[0]) + inputs[1]
+
+
+class RampInside(Ramp):
+    def evaluate(self, row, constants, inputs):
+        return inputs[0] * jax.jit(lambda: jnp.arange(4.0))() + inputs[1]
+
+
+class Total(Ramp):
+    def evaluate(self, row, constants, inputs):
+        return inputs[0] * jnp.ones((3, 4)).sum(0) + inputs[1]
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+@pytest.mark.parametrize(
+    ('transition', 'name'), [(Ramp, 'iota'), (RampInside, 'iota'), (Total, 'reduce_sum')]
+)
+def test_arrays_that_are_made_inside_have_no_kernel(transition, name, kernel):
+    case = transition(), [[]], [jnp.ones((3, 4)), jnp.ones((3, 4))]
+    assert name in kernel.supports(*case)
+    found = hidden_jacobian(*case, backend=Backend('interpret'))
+    assert_same(found, reference.hidden_jacobian(*case))
+
+
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
 def test_it_is_mapped_and_scanned(kernel):
     ((number, column, row),), inputs = Leaky.operands((2, 3, 130))
