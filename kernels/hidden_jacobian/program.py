@@ -57,6 +57,12 @@ class Program(NamedTuple):
     structure: Any
     varshape: tuple[int, ...]
 
+    @property
+    def full_arrays(self) -> int:
+        """How many arrays of a number per position are read and written."""
+        kinds = [kind_of(operand.shape, self.varshape) for operand in self.operands]
+        return kinds.count('full') + len(self.jaxpr.outvars)
+
 
 def program_of(transition: Any, constants: Any, inputs: Sequence[jax.Array]) -> Program:
     """The derivatives of a transition, as :func:`reference.hidden_jacobian` takes them."""
@@ -95,8 +101,10 @@ def kind_of(shape: Sequence[int], varshape: Sequence[int]) -> str:
     return 'column' if tuple(shape) == (*varshape[:-1], 1) else 'other'
 
 
-def reason(transition: Any, constants: Any, inputs: Sequence[Any], kind: str) -> str | None:
-    """Why a kind of kernel cannot take this transition, or None."""
+def reason(
+    transition: Any, constants: Any, inputs: Sequence[Any], kind: str, most: int | None = None
+) -> str | None:
+    """Why a kind of kernel, with room for ``most`` arrays, cannot take this transition, or None."""
     if any(transition.widths):
         return 'a state holds several planes along an axis of its own'
     if any(transition.shared):
@@ -113,6 +121,9 @@ def reason(transition: Any, constants: Any, inputs: Sequence[Any], kind: str) ->
             return f'an operand is of type {operand.dtype}'
         if kind_of(operand.shape, program.varshape) == 'other':
             return f'an operand has shape {operand.shape} beside states of {program.varshape}'
+    arrays = program.full_arrays
+    if most is not None and arrays > most:
+        return f'it reads and writes {arrays} arrays, and a kernel holds {most}'
     return _unknown(program.jaxpr, program.varshape, KNOWN[kind] | {*EXPANSIONS[kind]})
 
 

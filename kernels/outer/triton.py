@@ -58,8 +58,9 @@ def supports(todo: Pass) -> str | None:
     rows = len(given.decay) + len(given.fresh) + len(given.signal) + (given.w is not None)
     if rows > ROWS:
         return f'it takes {rows} planes per tile, and registers hold {ROWS}'
-    size = todo.batch * todo.inputs * todo.outputs
-    return f'a plane has {size} elements, and offsets have 32 bits' if size >= 2**31 else None
+    plane = todo.batch * todo.inputs * todo.outputs
+    size = max(plane, *(a.size for a in jax.tree.leaves(given)))
+    return f'an operand has {size} elements, and offsets have 32 bits' if size >= 2**31 else None
 
 
 def launch(todo: Pass, *, name: str, interpret: bool = False) -> tuple[dict[int, jax.Array], Any]:

@@ -170,6 +170,29 @@ def test_types_and_sizes_without_a_kernel(x64, kernel):
     assert 'no positions' in kernel.supports(Leaky(), *Leaky.operands((0, 4)))
 
 
+def test_positions_beyond_32_bits_have_no_kernel_on_gpus():
+    large = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
+    assert '32 bits' in triton.supports(Leaky(), [[]], [large, large])
+
+
+class Many(Leaky):
+    """More arrays than fit on chip."""
+
+    def evaluate(self, row, constants, inputs):
+        return inputs[0] * sum(constants) + inputs[1]
+
+
+def test_arrays_that_do_not_fit_into_vmem_have_no_kernel():
+    def asked(count):
+        case = Many(), [[jnp.full((16, 512), k) for k in range(count)]], [jnp.ones((16, 512))] * 2
+        return mosaic.supports(*case)
+
+    tile = mosaic.tile_of(1024, 1024, mosaic.ARRAYS)
+    assert 2 * 4 * math.prod(tile) * mosaic.ARRAYS <= mosaic.BUFFERS
+    assert asked(mosaic.ARRAYS - 2) is None  # beside two results
+    assert 'arrays' in asked(mosaic.ARRAYS - 1)
+
+
 class Wide(Leaky):
     """Between operands and results of float32, another type."""
 

@@ -402,3 +402,11 @@ def test_offsets_must_fit(op):
     made = given(op, 1, (2**11,), 2**10, 2**10, 2, dtype='bfloat16', shapes=True)
     assert '32 bits' in op.triton.supports(rules_of(False), *made)
     assert op.mosaic.supports(rules_of(False), *made) is None
+
+
+@pytest.mark.parametrize(('inputs', 'outputs'), [(2**15, 4), (4, 2**15)], ids=str)
+def test_offsets_into_a_long_window_must_fit(inputs, outputs):
+    made = given(CARRY, 1, (2**6,), inputs, outputs, 2**10, shapes=True)
+    assert '32 bits' in CARRY.triton.supports(rules_of(False), *made)
+    short = given(CARRY, 1, (2**6,), inputs, outputs, 2**9, shapes=True)
+    assert CARRY.triton.supports(rules_of(False), *short) is None
