@@ -336,6 +336,15 @@ def test_expansions(kind, name, function):
     np.testing.assert_allclose(found, function(POINTS), rtol=2e-6, atol=3e-7)
 
 
+@pytest.mark.parametrize('method', jax.lax.RoundingMethod)
+def test_rounding_where_a_half_more_is_no_float(method):
+    ends = [0.0, 0.25, 0.49999997, 0.5, 0.50000006, 0.99999994, 1.5, 2.5, 3.5, 2**22 + 0.5]
+    ends += [2**22 + 1.5, 2**23 - 0.5, 2**23 + 1, 2**23 + 3, 2**24 + 2, 1e30, np.inf, np.nan]
+    points = jnp.asarray([*ends, *(-end for end in ends)], jnp.float32)
+    found = expand.EXPANSIONS['triton']['round'](points, rounding_method=method)
+    np.testing.assert_array_equal(found, jax.lax.round(points, method))
+
+
 def test_users_add_expansions(monkeypatch):
     monkeypatch.setattr(program, 'KNOWN', {'triton': frozenset({'mul', 'add_any', 'add'})})
     case = Leaky(), *Leaky.operands((2, 3))
