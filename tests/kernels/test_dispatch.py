@@ -13,7 +13,7 @@ from accelerators.cases import trace_step as trace_case
 from braintrace_fast import config
 from braintrace_fast.kernels import dispatch
 from braintrace_fast.kernels.dispatch import PLAIN, Backend, FallbackError
-from braintrace_fast.kernels.factored_trace import smooth
+from braintrace_fast.kernels.factored_trace import mosaic, smooth
 from braintrace_fast.kernels.trace_step import trace_step
 from tests.kernel_checks import count_calls, lowered
 from tests.models import MODELS
@@ -120,6 +120,27 @@ def test_unknown_names_list_the_known_ones(monkeypatch):
     monkeypatch.setenv('BRAINTRACE_FAST_BACKEND', 'fast')
     with pytest.raises(ValueError, match="'fast'"):
         config.resolve_backend('auto')
+
+
+@pytest.mark.parametrize(
+    ('backend', 'reason'),
+    [
+        (Backend('pallas'), 'asked for'),
+        (Backend('pallas', auto=True), 'moves fewer bytes than XLA'),
+        (Backend('pallas', frozenset({'cuda', 'tpu'}), auto=True), 'asked for by strict='),
+    ],
+)
+def test_a_kernel_is_taken_for_a_reason(backend, reason):
+    with dispatch.recording() as choices:
+        run(backend)
+    assert {c.reason for c in choices if c.implementation != 'jax'} == {reason}
+
+
+@pytest.mark.parametrize('name', ['smooth', 'supports_smooth'])
+def test_what_an_op_lacks_is_named(name, monkeypatch):
+    monkeypatch.delattr(mosaic, name)
+    with pytest.raises(NotImplementedError, match=rf'factored_trace/mosaic.py has no {name}'):
+        run(Backend('pallas'))
 
 
 def trace_choices(backend, planes, batch=64, signal=True):
