@@ -11,7 +11,7 @@ import numpy as np
 from ..expand import EXPANSIONS
 from . import reference
 
-__all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason', 'redundant']
+__all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason']
 
 COMMON = frozenset(
     """
@@ -125,13 +125,6 @@ def reason(
     if most is not None and arrays > most:
         return f'it reads and writes {arrays} arrays, and a kernel holds {most}'
     return _unknown(program.jaxpr, program.varshape, KNOWN[kind] | {*EXPANSIONS[kind]})
-
-
-def redundant(transition: Any, constants: Any, inputs: Sequence[Any]) -> str | None:
-    """Why plain JAX moves as few bytes as a kernel, or None."""
-    if len(transition.widths) == 1:
-        return 'XLA moves as few bytes for one state: it takes one pass too'
-    return None
 
 
 def _unknown(

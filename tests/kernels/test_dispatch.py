@@ -171,8 +171,11 @@ def test_auto_takes_plain_jax_where_it_moves_as_few_bytes(planes, options, cuda,
     assert trace_choices(strict, planes, **options) == asked
 
 
-@pytest.mark.parametrize(('name', 'on_tpu'), [('lif', 'jax'), ('lif_expon', 'mosaic')])
-def test_auto_differentiates_one_state_in_plain_jax_and_on_gpus_all(name, on_tpu, monkeypatch):
+@pytest.mark.parametrize(
+    ('name', 'on_tpu'),
+    [('gru', 'jax'), ('alif_expon', 'jax'), ('lstm', 'mosaic'), ('stp', 'mosaic')],
+)
+def test_auto_differentiates_few_states_in_plain_jax_and_on_gpus_all(name, on_tpu, monkeypatch):
     model, inputs = MODELS[name].build(3)
     learner = btf.compile(model, 'd_rtrl', inputs(0, 1)[0], batch_size=3)
     assert learner.choices == []  # on a CPU
@@ -182,4 +185,4 @@ def test_auto_differentiates_one_state_in_plain_jax_and_on_gpus_all(name, on_tpu
     assert 'as few bytes' in choices['hidden_jacobian', 'cuda'].reason
     assert choices['hidden_jacobian', 'tpu'].implementation == on_tpu
     assert choices['adjoint_scan', 'cuda'].implementation == 'triton'
-    assert choices['trace_carry', 'tpu'].implementation == 'mosaic'
+    assert choices['adjoint_scan', 'tpu'].implementation == 'mosaic'
