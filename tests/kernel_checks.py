@@ -60,3 +60,12 @@ def lowered(f, *operands, platform, **axes):
 def count_calls(text, platform):
     """How many kernels a lowered module has."""
     return text.count(f'@{CALLS[platform]}(')
+
+
+def race_message(run, capfd):
+    """What TPU's interpreter says of races: jax 0.12 raises what jax 0.10 prints."""
+    try:
+        jax.block_until_ready(run())
+    except Exception as error:
+        return str(error).lower()
+    return capfd.readouterr().out.lower()

@@ -20,7 +20,7 @@ from braintrace_fast.kernels.hidden_jacobian import (
     reference,
     triton,
 )
-from tests.kernel_checks import assert_close, count_calls, exact, lowered
+from tests.kernel_checks import assert_close, count_calls, exact, lowered, race_message
 from tests.models import MODELS
 
 KERNELS = {'cuda': triton, 'tpu': mosaic}
@@ -143,12 +143,26 @@ def test_any_shape_lowers(platform, shape):
     assert count_calls(lowered(run, *Leaky.operands(shape), platform=platform), platform) == 1
 
 
-def test_nothing_past_an_edge_reaches_a_result():
-    """Memory that was not written is NaN, and other programs run at the same time."""
-    case = Leaky(), *Leaky.operands((9, 257))
-    params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
-    found = jax.jit(lambda: mosaic.hidden_jacobian(*case, interpret=params))()
-    assert_same(found, reference.hidden_jacobian(*case))
+def interpreted(case):
+    """On two cores, with memory that was not written NaN."""
+    params = pltpu.InterpretParams(
+        uninitialized_memory='nan', detect_races=True, num_cores_or_threads=2
+    )
+    return jax.jit(lambda: mosaic.hidden_jacobian(*case, interpret=params))()
+
+
+def test_nothing_past_an_edge_reaches_a_result(capfd):
+    case = Leaky(), *Leaky.operands((17, 770))
+    assert_same(interpreted(case), reference.hidden_jacobian(*case))
+    assert 'RACE' not in capfd.readouterr().out
+
+
+def test_tiles_that_overlap_are_caught(monkeypatch, capfd):
+    """Here every cell of the grid writes the first tile."""
+    spec = pl.BlockSpec
+    monkeypatch.setattr(pl, 'BlockSpec', lambda shape, at: spec(shape, lambda i, j: (0, 0)))
+    case = Leaky(), *Leaky.operands((17, 770))
+    assert 'race detected' in race_message(lambda: interpreted(case), capfd)
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])

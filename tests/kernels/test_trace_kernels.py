@@ -22,7 +22,7 @@ from braintrace_fast.kernels.trace_step import mosaic as step_mosaic
 from braintrace_fast.kernels.trace_step import reference as step_reference
 from braintrace_fast.kernels.trace_step import triton as step_triton
 from braintrace_fast.op.matmul import matmul_p
-from tests.kernel_checks import assert_close, count_calls, exact, lowered
+from tests.kernel_checks import assert_close, count_calls, exact, lowered, race_message
 
 STEP = SimpleNamespace(
     name='trace_step', reference=step_reference, triton=step_triton, mosaic=step_mosaic
@@ -33,6 +33,7 @@ CARRY = SimpleNamespace(
 OPS = pytest.mark.parametrize('op', [STEP, CARRY], ids=['step', 'carry'])
 BACKENDS = pytest.mark.parametrize('backend', ['triton', 'mosaic'])
 PLATFORM = dict(triton='cuda', mosaic='tpu')
+TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 
 
 def rules_of(bias):
@@ -196,17 +197,19 @@ def small_tiles(monkeypatch):
 def test_a_grid_has_no_races(op, stored, small_tiles, capfd):
     # jax 0.10 cannot interpret blocks past the edge of an array that is overwritten in this mode
     operands = given(op, 2, (4,), 8, 4, steps=5, stored=stored)
-    check(op, 'mosaic', operands, interpret=pltpu.InterpretParams(detect_races=True))
+    check(op, 'mosaic', operands, interpret=TWO_CORES)
     assert 'RACE' not in capfd.readouterr().out
 
 
 @OPS
-def test_a_batch_in_parallel_is_caught(op, small_tiles, monkeypatch):
+def test_a_batch_in_parallel_is_caught(op, small_tiles, monkeypatch, capfd):
     params = partial(pltpu.CompilerParams, dimension_semantics=('parallel',) * 4)
     monkeypatch.setattr(pltpu, 'CompilerParams', lambda dimension_semantics: params())
-    two_cores = pltpu.InterpretParams(num_cores_or_threads=2)
+    operands = given(op, 1, (4,), 2, 2)
     with pytest.raises(AssertionError):
-        check(op, 'mosaic', given(op, 1, (4,), 2, 2), interpret=two_cores)
+        check(op, 'mosaic', operands, pltpu.InterpretParams(num_cores_or_threads=2))
+    run = jax.jit(call(op, 'mosaic', rules_of(False), interpret=TWO_CORES))
+    assert 'race detected' in race_message(partial(run, *operands), capfd)
 
 
 @OPS
