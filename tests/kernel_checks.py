@@ -1,6 +1,7 @@
 """What tests of kernels share: an exact reference, comparison with it, and lowering."""
 
 import contextlib
+import re
 import warnings
 
 import jax
@@ -60,6 +61,12 @@ def lowered(f, *operands, platform, **axes):
 def count_calls(text, platform):
     """How many kernels a lowered module has."""
     return text.count(f'@{CALLS[platform]}(')
+
+
+def called(text, platform):
+    """The names of the kernels that a lowered module has."""
+    lines = [line for line in text.splitlines() if f'@{CALLS[platform]}(' in line]
+    return [re.search(r'\b(?:kernel_)?name = "(\w+)"', line)[1] for line in lines]
 
 
 def race_message(run, capfd):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 from braintrace_fast.compiler import compile_etrace_graph
 from braintrace_fast.kernels import expand
@@ -359,10 +361,35 @@ def test_rounding_where_a_half_more_is_no_float(method):
     np.testing.assert_array_equal(found, jax.lax.round(points, method))
 
 
-def test_users_add_expansions(monkeypatch):
-    monkeypatch.setattr(program, 'KNOWN', {'triton': frozenset({'mul', 'add_any', 'add'})})
-    case = Leaky(), *Leaky.operands((2, 3))
-    assert 'no expansion' in triton.supports(*case)
+softsign_p = Primitive('test_softsign')
+softsign_p.def_impl(lambda x: x / (1 + jnp.abs(x)))
+softsign_p.def_abstract_eval(lambda x: x)
+ad.defjvp(softsign_p, lambda tangent, x: tangent * (1 - jnp.abs(softsign_p.bind(x))) ** 2)
+
+
+class Softsign(Leaky):
+    """With a primitive that no kernel has, also in its derivative."""
+
+    def evaluate(self, row, constants, inputs):
+        return softsign_p.bind(inputs[0]) * inputs[1]
+
+
+@pytest.mark.parametrize('platform', KERNELS)
+def test_users_add_expansions(platform, monkeypatch):
+    kernel = KERNELS[platform]
+    monkeypatch.setattr(expand, 'EXPANSIONS', {k: {**v} for k, v in expand.EXPANSIONS.items()})
+    monkeypatch.setattr(program, 'EXPANSIONS', expand.EXPANSIONS)
+    case = Softsign(), [[]], list(jnp.linspace(-2.0, 2.0, 12).reshape(2, 2, 3))
+    assert 'test_softsign has no expansion' in kernel.supports(*case)
+    expand.register_expansion('test_softsign', lambda x: x / (1 + jnp.abs(x)))
+    assert kernel.supports(*case) is None
+    found = kernel.hidden_jacobian(*case, interpret=True)
+    assert_same(found, reference.hidden_jacobian(*case))
+    text = lowered(functools.partial(kernel.hidden_jacobian, case[0]), *case[1:], platform=platform)
+    assert count_calls(text, platform) == 1
+
+
+def test_expansions_are_for_kernels_that_there_are():
     with pytest.raises(ValueError, match='There are no'):
         expand.register_expansion('tanh', jnp.tanh, ['metal'])
 
