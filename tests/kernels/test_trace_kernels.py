@@ -401,6 +401,23 @@ def test_a_tile_fits_into_memory(op, size, dtype):
 
 
 @OPS
+def test_random_bits_take_room(op):
+    """What was seen not to fit into VMEM, and to spill registers."""
+    x, D, f, trace, signal = made = given(op, 6, (8,), 512, 512, 64, stored='bfloat16', shapes=True)
+    without, drawn = (
+        as_pass(x, D, f, trace, signal, seed, None, window=op is CARRY) for seed in (None, 7)
+    )
+    fits = outer_mosaic.vmem_bytes(drawn, outer_mosaic.choose_tile(without)) <= outer_mosaic.VMEM
+    assert fits == (op is STEP)
+    assert outer_mosaic.vmem_bytes(drawn, outer_mosaic.choose_tile(drawn)) <= outer_mosaic.VMEM
+    assert outer_triton.choose_tile(drawn).inputs == (16 if op is CARRY else 8)
+    for kernel in (op.mosaic, op.triton):
+        assert kernel.supports(rules_of(False), *made, seed=7) is None
+    more = given(CARRY, 7, (8,), 512, 512, 64, stored='bfloat16', shapes=True)
+    assert 'VMEM' in CARRY.mosaic.supports(rules_of(False), *more, seed=7)
+
+
+@OPS
 def test_offsets_must_fit(op):
     made = given(op, 1, (2**11,), 2**10, 2**10, 2, dtype='bfloat16', shapes=True)
     assert '32 bits' in op.triton.supports(rules_of(False), *made)
