@@ -302,6 +302,8 @@ def _passes(make: Callable[..., Case]) -> Iterator[Callable[[], Case]]:
             yield partial(make, size, (MANY, LARGE, LARGE), 'float32', signal=False)
     yield partial(make, 2, (8, LARGE, LARGE), 'bfloat16')
     yield partial(make, 2, (8, LARGE, LARGE), 'bfloat16', seed=True)
+    yield partial(make, 6, (8, LARGE, LARGE), 'float32')  # as many planes as the kernels take
+    yield partial(make, 6, (8, LARGE, LARGE), 'bfloat16', seed=True)
     for dtype in ('float32', 'bfloat16'):
         yield partial(make, 2, (3, 21, 37), dtype)
     yield partial(make, 3, (130, 257), 'float32')
@@ -357,6 +359,7 @@ def _adjoints() -> Iterator[Callable[[], Case]]:
     for dtype in ('float32', 'bfloat16'):
         yield partial(adjoint_scan, 2, 7, (3, 37), dtype)
         yield partial(adjoint_scan, 1, 19, (33,), dtype)
+    yield partial(adjoint_scan, 8, 7, (3, 37), 'float32')  # as many planes as a GPU holds
     yield partial(adjoint_scan, 2, 5, (2, 3, 5), 'float32')
     yield partial(adjoint_scan, 1, 1, (1, 1), 'float32')
 

@@ -122,10 +122,7 @@ def faults_of_comparison(row: Row, halved: bool) -> list[str]:
         wrong = f'auto takes plain JAX, which moves {row.planes} bytes, not {row.moved}'
         return [] if as_few else [wrong]
     found = []
-    asked = row.op in ('trace_step', 'trace_carry') or (
-        row.op == 'hidden_jacobian' and row.target in GPUS
-    )
-    if as_few and asked:
+    if as_few and row.op in ('hidden_jacobian', 'trace_step', 'trace_carry'):
         found.append(f'auto takes it, and plain JAX moves {row.planes} bytes, no more')
     if halved and 0 < row.stacked < LEAST * row.moved:
         found.append(f'it moves {row.moved} bytes, and XLA for stacked planes {row.stacked}')

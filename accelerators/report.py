@@ -46,14 +46,13 @@ call of a compiled function, and back. Nothing here was run on a GPU or TPU, not
   loop, every step counts, with one step of the arrays of all steps.
 - *auto*: what `backend='auto'` runs. Where plain JAX moves as few bytes it must run that; where it
   runs the kernel of `trace_step` or `trace_carry` with 64 examples, or on a GPU of `adjoint_scan`,
-  that must move at most half of what XLA moves for stacked planes. It is not asked of
+  that must move at most half of what XLA moves for stacked planes; of `hidden_jacobian` there is
+  nothing to stack. It is not asked of
   - 8 examples: a TPU has room for them in VMEM, where what XLA keeps between its passes is free.
     `trace_carry` has only these on TPUs: for more, XLA takes minutes to compile the plain formula;
   - `adjoint_scan` on TPUs, where XLA too keeps the state of a loop in VMEM, if there are few
     planes. It then moves as few bytes, but not on each TPU and not for each size, and a program
-    does not know for which of them it is traced: `auto` takes the kernel;
-  - `hidden_jacobian`, where there is nothing to stack. On TPUs `auto` takes its kernel for more
-    than one state, though XLA moves as few bytes for some of these.
+    does not know for which of them it is traced: `auto` takes the kernel.
 """
 
 

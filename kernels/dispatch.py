@@ -130,10 +130,23 @@ def run(
 
 
 def _function(op: str, module: str, kind: str = '') -> Any:
-    """What a module of an op says of it, or None; Pallas is imported with the first kernel."""
+    """What a module of an op says of it; Pallas is imported with the first kernel.
+
+    Only ``redundant`` may be missing, and is None then.
+    """
     folder, _, name = op.partition('.')
     function = f'{kind}_{name}'.strip('_') if kind else name or folder
-    return getattr(importlib.import_module(f'.{folder}.{module}', __package__), function, None)
+    found = getattr(importlib.import_module(f'.{folder}.{module}', __package__), function, None)
+    if found is None and kind != 'redundant':
+        raise NotImplementedError(f'{folder}/{module}.py has no {function}, which {op} needs.')
+    return found
+
+
+def _cause(platform: str, backend: Backend) -> str:
+    """Why a kernel is taken."""
+    if not backend.auto:
+        return 'asked for'
+    return 'asked for by strict=' if platform in backend.strict else 'moves fewer bytes than XLA'
 
 
 def _note(op: str, platform: str, kind: str, reason: str | None, backend: Backend) -> None:
@@ -143,7 +156,7 @@ def _note(op: str, platform: str, kind: str, reason: str | None, backend: Backen
             f'{op} has no kernel on {platform}: {reason}. Change that, leave {platform!r} out of '
             "strict=, or use backend='jax'."
         )
-    choice = Choice(op, platform, 'jax' if reason else kind, reason or 'asked for')
+    choice = Choice(op, platform, 'jax' if reason else kind, reason or _cause(platform, backend))
     found = _record.get()
     if found is not None and choice not in found:
         found.append(choice)

@@ -101,11 +101,18 @@ def _erf(x: jax.Array, **_: Any) -> jax.Array:
 
 
 def _round(x: jax.Array, *, rounding_method: Any = 0, **_: Any) -> jax.Array:
-    below = jnp.floor(x)
-    to_even = int(rounding_method) == 1
-    half = below - 2 * jnp.floor(below / 2) if to_even else jnp.where(x < 0, 0.0, 1.0)
-    rest = x - below
-    return jnp.where(rest == 0.5, below + half, jnp.floor(x + 0.5)).astype(x.dtype)
+    """By what is left of the size above its floor, which is exact; of ``x + 0.5`` it would not be.
+
+    Halves go away from zero, or to an even number.
+    """
+    size = jnp.abs(x)
+    below = jnp.floor(size)
+    rest = size - below
+    is_odd = below - 2 * jnp.floor(below / 2) == 1
+    up = rest > 0.5
+    up |= (rest == 0.5) & is_odd if int(rounding_method) == 1 else rest == 0.5
+    rounded = jnp.where(up, below + 1, below).astype(x.dtype)
+    return jnp.where(x < 0, -rounded, rounded)
 
 
 def _one_minus_square(x: jax.Array, **_: Any) -> jax.Array:

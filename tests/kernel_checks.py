@@ -1,6 +1,7 @@
 """What tests of kernels share: an exact reference, comparison with it, and lowering."""
 
 import contextlib
+import re
 import warnings
 
 import jax
@@ -60,3 +61,18 @@ def lowered(f, *operands, platform, **axes):
 def count_calls(text, platform):
     """How many kernels a lowered module has."""
     return text.count(f'@{CALLS[platform]}(')
+
+
+def called(text, platform):
+    """The names of the kernels that a lowered module has."""
+    lines = [line for line in text.splitlines() if f'@{CALLS[platform]}(' in line]
+    return [re.search(r'\b(?:kernel_)?name = "(\w+)"', line)[1] for line in lines]
+
+
+def race_message(run, capfd):
+    """What TPU's interpreter says of races: jax 0.12 raises what jax 0.10 prints."""
+    try:
+        jax.block_until_ready(run())
+    except Exception as error:
+        return str(error).lower()
+    return capfd.readouterr().out.lower()

@@ -293,24 +293,35 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return other
 
     def _choose_kernels(self, steps: int = 64) -> list[Choice]:
-        """Which implementations a step takes, and a window of so many steps."""
+        """Which implementations a step takes, and the gradient of a window of so many steps."""
         if self.resolved_backend.name == 'jax':
             return []
         runner, engine = self.graph_executor.runner, self.engine
         values, index = self.graph_executor.values(), self.running_index.value
-        entry = Entry(self.trace.value, self.trace_is_live.value)
+        relations = self.graph.hidden_param_op_relations
+        entry: Entry | None = Entry(self.trace.value, self.trace_is_live.value)
+        if any(relation.primitive.trace_rules is None for relation in relations):
+            entry = None  # nothing is carried: it learns in fresh windows
 
         def step() -> Any:
             *_, factors = runner.run(self.example, *values)
-            return factors, engine.advance(entry, factors, values[0], index)
+            exact = runner.as_signals(runner.zeros())
+            signals = self.learning_signals(factors, exact, modulator=jnp.zeros(()))
+            if entry is not None:
+                engine.advance(entry, factors, values[0], index)
+            return factors, signals
+
+        def window(factors: Factors, signals: Signals) -> Any:
+            if not self._runs_in_windows():
+                return engine.window(None, entry, factors, None, index)
+            total = GradientSum(self.graph, values[0], jax.tree.map(jnp.zeros_like, values[0]))
+            return engine.window(total, entry, factors, signals, index), total.result()
 
         with dispatch.recording() as choices:
-            factors, _ = jax.eval_shape(step)
+            one = jax.eval_shape(step)
             if self._is_static():
-                many = jax.tree.map(
-                    lambda a: jax.ShapeDtypeStruct((steps, *a.shape), a.dtype), factors
-                )
-                jax.eval_shape(lambda f: engine.window(None, entry, f, None, index), many)
+                many = jax.tree.map(lambda a: jax.ShapeDtypeStruct((steps, *a.shape), a.dtype), one)
+                jax.eval_shape(window, *many)
         return choices
 
     def init_etrace_state(self, *args: Any) -> None:

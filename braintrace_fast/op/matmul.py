@@ -5,6 +5,7 @@ weight is ``(..., I, O)``, that of the bias ``(..., O)``.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,7 @@ def _narrow_first(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
     XLA is up to ten times as fast there if a narrow operand comes first, and transposes no operand
     if there is one axis to sum over.
     """
-    x, y = (a.reshape(-1, a.shape[-1]) for a in (x, y))
+    x, y = _one_batch(x, 1), _one_batch(y, 1)
     if y.shape[1] * 2 < x.shape[1]:
         return lax.optimization_barrier(_total(y, x, **options)).T
     total = _total(x, y, **options)
@@ -84,13 +85,17 @@ def _decay(plane: jax.Array, trace: Weights, *, has_bias: bool, **_: Any) -> Wei
 def _contract(
     plane: jax.Array, trace: Weights, *, has_bias: bool, precision: str | None
 ) -> Weights:
-    planes = plane.reshape(-1, plane.shape[-1])
-    traces = trace['weight'].reshape(-1, *trace['weight'].shape[-2:])
+    planes, traces = _one_batch(plane, 1), _one_batch(trace['weight'], 2)
     is_narrow = traces.shape[-1] == 1 and len(planes) > 1
     result = {'weight': (_narrow_sum if is_narrow else _weighted_sum)(planes, traces)}
     if has_bias:
         result['bias'] = (plane * trace['bias']).sum(tuple(range(plane.ndim - 1)))
     return result
+
+
+def _one_batch(a: jax.Array, own: int) -> jax.Array:
+    """All axes but the last few as one, which may be empty."""
+    return a.reshape(math.prod(a.shape[:-own]), *a.shape[-own:])
 
 
 def _narrow_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
@@ -118,6 +123,8 @@ def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
     """
     num = len(planes)
     total = jnp.zeros((traces.shape[1], planes.shape[1]), jnp.result_type(planes, traces))
+    if not num:
+        return total
 
     def add_block(total: jax.Array, first: Any, size: int) -> jax.Array:
         block = [lax.dynamic_slice_in_dim(a, first, size) for a in (planes, traces)]

@@ -14,27 +14,38 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .._pallas import result, split
 from ..planes import Plane
-from .program import evaluate, kind_of, program_of, reason, redundant
+from .program import evaluate, kind_of, program_of, reason
 from .tiling import as_rows
 
 __all__ = ['hidden_jacobian', 'redundant', 'supports', 'tile_of']
 
 BUFFERS = 8 * 2**20
 """What the blocks of a tile may take, of the 16 MiB of VMEM."""
+ROWS, LANES = 16, 512
+ARRAYS = BUFFERS // (2 * 4 * ROWS * LANES)
+"""How many arrays there may be: two buffers of the smallest tile of each fit."""
+
+
+def redundant(transition: Any, constants: Any, inputs: Sequence[Any]) -> str | None:
+    """Why plain JAX moves as few bytes as the kernel, or None."""
+    states, ops = len(transition.widths), len(transition.shared)
+    if states == 1 or (ops == 1 and states <= 3):
+        return 'XLA moves as few bytes for one state, and for up to three that one op feeds'
+    return None
 
 
 def supports(
     transition: Any, constants: Sequence[Sequence[Any]], inputs: Sequence[Any]
 ) -> str | None:
     """Why there is no kernel for this transition, or None."""
-    return reason(transition, constants, inputs, 'mosaic')
+    return reason(transition, constants, inputs, 'mosaic', ARRAYS)
 
 
 def tile_of(rows: int, columns: int, arrays: int) -> tuple[int, int]:
     """Rows and columns of a tile of which so many arrays, each with two buffers, fit into VMEM."""
     most = BUFFERS // (2 * 4 * max(arrays, 1))
-    lanes = min(columns, 512)
-    sublanes = max(16, min(256, most // max(lanes, 128) // 16 * 16))
+    lanes = min(columns, LANES)
+    sublanes = max(ROWS, min(256, most // max(lanes, 128) // ROWS * ROWS))
     return min(rows, sublanes), lanes
 
 
@@ -50,7 +61,7 @@ def hidden_jacobian(
     kinds = [kind_of(a.shape, program.varshape) for a in program.operands]
     rows, columns = as_rows(program.varshape)
     dtypes = [v.aval.dtype for v in program.jaxpr.outvars]
-    tile = tile_of(rows, columns, kinds.count('full') + len(dtypes))
+    tile = tile_of(rows, columns, program.full_arrays)
     shapes = {'one': (1, 1), 'row': (1, columns), 'column': (rows, 1), 'full': (rows, columns)}
     specs = {
         'one': pl.BlockSpec((1, 1), lambda i, j: (0, 0)),

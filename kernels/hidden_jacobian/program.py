@@ -1,7 +1,7 @@
 """A position-wise function of arrays, as a program that can be evaluated on tiles of them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from ..expand import EXPANSIONS
 from . import reference
 
-__all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason', 'redundant']
+__all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason']
 
 COMMON = frozenset(
     """
@@ -57,6 +57,12 @@ class Program(NamedTuple):
     structure: Any
     varshape: tuple[int, ...]
 
+    @property
+    def full_arrays(self) -> int:
+        """How many arrays of a number per position are read and written."""
+        kinds = [kind_of(operand.shape, self.varshape) for operand in self.operands]
+        return kinds.count('full') + len(self.jaxpr.outvars)
+
 
 def program_of(transition: Any, constants: Any, inputs: Sequence[jax.Array]) -> Program:
     """The derivatives of a transition, as :func:`reference.hidden_jacobian` takes them."""
@@ -95,8 +101,10 @@ def kind_of(shape: Sequence[int], varshape: Sequence[int]) -> str:
     return 'column' if tuple(shape) == (*varshape[:-1], 1) else 'other'
 
 
-def reason(transition: Any, constants: Any, inputs: Sequence[Any], kind: str) -> str | None:
-    """Why a kind of kernel cannot take this transition, or None."""
+def reason(
+    transition: Any, constants: Any, inputs: Sequence[Any], kind: str, most: int | None = None
+) -> str | None:
+    """Why a kind of kernel, with room for ``most`` arrays, cannot take this transition, or None."""
     if any(transition.widths):
         return 'a state holds several planes along an axis of its own'
     if any(transition.shared):
@@ -113,30 +121,42 @@ def reason(transition: Any, constants: Any, inputs: Sequence[Any], kind: str) ->
             return f'an operand is of type {operand.dtype}'
         if kind_of(operand.shape, program.varshape) == 'other':
             return f'an operand has shape {operand.shape} beside states of {program.varshape}'
+    arrays = program.full_arrays
+    if most is not None and arrays > most:
+        return f'it reads and writes {arrays} arrays, and a kernel holds {most}'
     return _unknown(program.jaxpr, program.varshape, KNOWN[kind] | {*EXPANSIONS[kind]})
 
 
-def redundant(transition: Any, constants: Any, inputs: Sequence[Any]) -> str | None:
-    """Why plain JAX moves as few bytes as a kernel, or None."""
-    if len(transition.widths) == 1:
-        return 'XLA moves as few bytes for one state: it takes one pass too'
-    return None
-
-
-def _unknown(jaxpr: Any, varshape: tuple[int, ...], known: frozenset[str] | set[str]) -> str | None:
-    """The first equation that tiles cannot be put through, or None."""
-    numbers: set[Any] = set()  # known beforehand
+def _unknown(
+    jaxpr: Any,
+    varshape: tuple[int, ...],
+    known: frozenset[str] | set[str],
+    fixed: Collection[Any] = (),
+) -> str | None:
+    """The first equation that tiles cannot be put through, or None; ``fixed`` ones are numbers."""
+    numbers = {*fixed}  # known beforehand, and the same at all positions
     for eqn in _needed(jaxpr):
         name, inner = eqn.primitive.name, _inner(eqn)
-        if _variables(eqn.invars) <= numbers:
+        atoms = (*eqn.invars, *eqn.outvars)
+        is_number = _variables(eqn.invars) <= numbers
+        if is_number:
             numbers.update(eqn.outvars)
-            continue
         if inner is not None:
-            found = _unknown(inner[0], varshape, known)
-            if found:
-                return found
+            pairs = zip(inner[0].invars, eqn.invars, strict=True)
+            own = {v for v, atom in pairs if hasattr(atom, 'val') or atom in numbers}
+            found = _unknown(inner[0], varshape, known, own)
+            if found or any(np.size(constant) > 1 for constant in inner[1]):
+                return found or f'{name} holds an array'
+        elif is_number and name not in known | UNCHANGED:
+            if any(v.aval.shape for v in atoms):
+                return f'{name} makes an array of shape {eqn.outvars[0].aval.shape} of numbers'
         elif name not in known | UNCHANGED:
             return f'{name} has no expansion (see register_expansion)'
+        if is_number:
+            continue
+        for v in atoms:
+            if v.aval.dtype.name not in (*FLOATS, *OTHERS):
+                return f'{name} works on {v.aval.dtype}'
         for v in eqn.outvars:
             if kind_of(v.aval.shape, varshape) == 'other':
                 return f'{name} makes an array of shape {v.aval.shape}'

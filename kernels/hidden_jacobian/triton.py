@@ -34,6 +34,8 @@ def supports(
     transition: Any, constants: Sequence[Sequence[Any]], inputs: Sequence[Any]
 ) -> str | None:
     """Why there is no kernel for this transition, or None."""
+    if inputs[0].size >= 2**31:
+        return f'there are {inputs[0].size} positions, and offsets have 32 bits'
     return reason(transition, constants, inputs, 'triton')
 
 

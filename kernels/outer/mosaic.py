@@ -84,7 +84,8 @@ def vmem_bytes(todo: Pass, tile: Tile) -> int:
     blocks += [block(given.x.dtype, *steps, tile.inputs)] if multiplied else []
     total = 0 if todo.read is None else block(float32, tile.inputs, tile.outputs)
     sums = len(_narrow(todo)) * block(float32, *plane)
-    return 2 * sum(blocks) + sums + 3 * total
+    drawn = 0 if given.keys is None else sums  # random bits, which registers do not hold
+    return 2 * sum(blocks) + sums + drawn + 3 * total
 
 
 def _narrow(todo: Pass) -> list[int]:

@@ -174,6 +174,7 @@ def reason(
     fresh: Sequence[Plane],
     trace: Sequence[Any],
     signal: Sequence[Plane] | None,
+    seed: Any,
     w: Plane,
     total: Any,
     window: bool,
@@ -202,6 +203,9 @@ def reason(
         if math.prod(shape) == 0:
             return f'an operand of shape {shape} is empty'
     todo = as_pass(x, decay, fresh, trace, signal, None, None, window, w, total)
+    if seed is not None:
+        drawn = jax.ShapeDtypeStruct((1, len(trace)), jnp.uint32)
+        todo = todo._replace(operands=todo.operands._replace(keys=drawn))
     return supports(todo) if todo.written or todo.operands.signal else 'there is nothing to compute'
 
 
@@ -261,8 +265,8 @@ def entry_points(
         w: Plane = None,
         total: Any = None,
     ) -> str | None:
-        """Why there is no kernel for these operands, with whatever seed and flag; or None."""
-        operands = x, decay, fresh, trace, signal, w, total
+        """Why there is no kernel for these operands, with whatever flag; or None."""
+        operands = x, decay, fresh, trace, signal, seed, w, total
         return reason(platform.supports, rules, *operands, window)
 
     def op(

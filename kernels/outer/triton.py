@@ -22,7 +22,7 @@ from .operands import Operands, Pass, dot
 __all__ = ['Tile', 'choose_tile', 'launch', 'supports']
 
 GRADIENT = -1  # beside the numbers of the planes
-ROWS = 48  # of planes that a thread may hold at once; S x S and 2 S of them for S = 6
+ROWS = 49  # of planes that a thread may hold at once; S x S, 2 S and one of them for S = 6
 
 
 class Tile(NamedTuple):
@@ -41,7 +41,9 @@ def choose_tile(todo: Pass) -> Tile:
     """
     few = len(todo.written) <= (1 if todo.window else 2)
     if todo.window:
-        least, most, num_warps = 16, (32, 64 if few else 32), 8
+        converts = any(dtype != jnp.float32 for dtype in todo.written.values())
+        many = converts and len(todo.written) > 5
+        least, most, num_warps = 16, (16 if many else 32, 64 if few else 32), 8
     else:
         light = few and todo.operands.keys is None  # drawing random bits takes registers too
         least, most, num_warps = 1, (16 if few else 8, 64), 4 if light else 8
@@ -58,8 +60,9 @@ def supports(todo: Pass) -> str | None:
     rows = len(given.decay) + len(given.fresh) + len(given.signal) + (given.w is not None)
     if rows > ROWS:
         return f'it takes {rows} planes per tile, and registers hold {ROWS}'
-    size = todo.batch * todo.inputs * todo.outputs
-    return f'a plane has {size} elements, and offsets have 32 bits' if size >= 2**31 else None
+    plane = todo.batch * todo.inputs * todo.outputs
+    size = max(plane, *(a.size for a in jax.tree.leaves(given)))
+    return f'an operand has {size} elements, and offsets have 32 bits' if size >= 2**31 else None
 
 
 def launch(todo: Pass, *, name: str, interpret: bool = False) -> tuple[dict[int, jax.Array], Any]:

@@ -33,11 +33,12 @@ def trace_carry(
 ) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
-    With a ``seed``, the reference runs: what it draws depends on the place in the whole batch.
+    With a ``seed``, the reference runs: what it draws depends on the place in the whole batch. So
+    it does for an empty batch, which has no first example.
     """
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
     plain = seed is not None or not rules.is_outer
-    if plain or x is None or x.ndim < 3 or shapes != {x.shape[1:-1]}:
+    if plain or x is None or x.ndim < 3 or not x.size or shapes != {x.shape[1:-1]}:
         return reference.trace_carry(rules, x, P, u, trace, signal, seed, live, w, total)
     last = x.shape[1] - 1
 

@@ -217,6 +217,8 @@ def test_an_op_without_trace_rules_learns_in_fresh_windows(x64):
     model.h.value = jnp.zeros_like(model.h.value)
     true = testing.recurrence(model, xs, step_fn=lambda x: jnp.sum(model(x) ** 2))
     check(found, true, rtol=1e-10)
+    choices = learner.with_backend('pallas').choices  # a window that starts from no trace
+    assert {choice.op for choice in choices} == {'hidden_jacobian', 'adjoint_scan'}
 
 
 class Remembering(brainstate.nn.Module):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
+from braintrace_fast.kernels.adjoint_scan import reference as adjoint_reference
 from braintrace_fast.kernels.factored_trace import factored_trace, smooth
 from braintrace_fast.kernels.trace_carry import blocked, reference, trace_carry
 from braintrace_fast.kernels.trace_step import trace_step
@@ -38,15 +39,19 @@ def factors(draw):
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     scale = draw(st.sampled_from([0.0, 0.5, 1.5]))
     present = np.array(draw(st.lists(st.booleans(), min_size=size * size, max_size=size * size)))
-    present = present.reshape(size, size)
     reached = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
     reached[0] = True
     bypass = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    patterns = present.reshape(size, size), reached, bypass
+    return made(rng, steps, scale, *patterns, fixed=draw(st.booleans()))
+
+
+def made(rng, steps, scale, present, reached, bypass, fixed):
+    size = len(present)
     shape = (steps, BATCH, SIZE)
     D = scale * rng.normal(size=(size, size, *shape)) * present[:, :, None, None, None]
     D *= rng.random(D.shape) < 0.8  # resets
     f = rng.normal(size=(size, *shape)) * reached[:, None, None, None]
-    fixed = draw(st.booleans())
     if fixed:  # but for the first f
         D[:], f[1:] = D[:, :, :1], f[1:, :1]
     kept = slice(0, 1 if fixed else None)
@@ -83,7 +88,10 @@ def recurrence(D, f, L, R, x, start):
 @settings(max_examples=30)
 @given(factors(), st.booleans(), st.booleans(), st.booleans())
 def test_a_window_is_the_recurrence(x64, case, overwrite, within, at_once):
-    dense, planes = case
+    check_window(*case, overwrite, within, at_once)
+
+
+def check_window(dense, planes, overwrite=True, within=False, at_once=False):
     trace, gradient = recurrence(**dense)
     if within:
         gradient = gradient + np.einsum('stbo,stbo,tbi->io', dense['L'], dense['f'], dense['x'])
@@ -105,6 +113,33 @@ def test_a_window_is_the_recurrence(x64, case, overwrite, within, at_once):
     if read is not None:
         total = total + np.asarray(read['weight'])
     np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
+
+
+def wrong_order(run, D, *rest):
+    """Suffix products with the first step to the left."""
+    return run(D, *rest)._replace(P=run(jax.tree.map(lambda a: a[::-1], D), *rest).P)
+
+
+def a_step_late(run, *operands):
+    """What an op does to the exit, of the step before."""
+    found = run(*operands)
+    return found._replace(u=jax.tree.map(lambda a: jnp.roll(a, 1, 0), found.u))
+
+
+def no_bypass(run, D, f, L, R, *rest):
+    """Without what the loss reads of the states before a step."""
+    return run(D, f, L, jax.tree.map(jnp.zeros_like, R), *rest)
+
+
+@pytest.mark.parametrize('broken', [wrong_order, a_step_late, no_bypass])
+def test_a_broken_definition_is_caught(x64, broken, monkeypatch):
+    pattern = np.ones((2, 2), bool), np.ones(2, bool), np.ones(2, bool)
+    case = made(np.random.default_rng(0), 3, 0.5, *pattern, fixed=False)
+    check_window(*case)
+    whole = functools.partial(broken, adjoint_reference.adjoint_scan)
+    monkeypatch.setattr(adjoint_reference, 'adjoint_scan', whole)
+    with pytest.raises(AssertionError):
+        check_window(*case)
 
 
 def flags(draw, *shape):

@@ -140,8 +140,9 @@ def test_a_window_that_launches_too_much_is_caught():
         ('jax', 150, 300, 'auto takes plain JAX, which moves 150'),
     ],
 )
-def test_a_kernel_that_is_not_worth_it_is_caught(auto, planes, stacked, fault):
-    row = Row('trace_step', '', '', 'v5e', moved=100, planes=planes, stacked=stacked, auto=auto)
+@pytest.mark.parametrize('op', ['trace_step', 'hidden_jacobian'])
+def test_a_kernel_that_is_not_worth_it_is_caught(op, auto, planes, stacked, fault):
+    row = Row(op, '', '', 'v5e', moved=100, planes=planes, stacked=stacked, auto=auto)
     found = faults_of_comparison(row, halved=True)
     assert found == [] if fault is None else fault in found[0] and len(found) == 1
 

@@ -13,7 +13,7 @@ from accelerators.cases import trace_step as trace_case
 from braintrace_fast import config
 from braintrace_fast.kernels import dispatch
 from braintrace_fast.kernels.dispatch import PLAIN, Backend, FallbackError
-from braintrace_fast.kernels.factored_trace import smooth
+from braintrace_fast.kernels.factored_trace import mosaic, smooth
 from braintrace_fast.kernels.trace_step import trace_step
 from tests.kernel_checks import count_calls, lowered
 from tests.models import MODELS
@@ -122,6 +122,27 @@ def test_unknown_names_list_the_known_ones(monkeypatch):
         config.resolve_backend('auto')
 
 
+@pytest.mark.parametrize(
+    ('backend', 'reason'),
+    [
+        (Backend('pallas'), 'asked for'),
+        (Backend('pallas', auto=True), 'moves fewer bytes than XLA'),
+        (Backend('pallas', frozenset({'cuda', 'tpu'}), auto=True), 'asked for by strict='),
+    ],
+)
+def test_a_kernel_is_taken_for_a_reason(backend, reason):
+    with dispatch.recording() as choices:
+        run(backend)
+    assert {c.reason for c in choices if c.implementation != 'jax'} == {reason}
+
+
+@pytest.mark.parametrize('name', ['smooth', 'supports_smooth'])
+def test_what_an_op_lacks_is_named(name, monkeypatch):
+    monkeypatch.delattr(mosaic, name)
+    with pytest.raises(NotImplementedError, match=rf'factored_trace/mosaic.py has no {name}'):
+        run(Backend('pallas'))
+
+
 def trace_choices(backend, planes, batch=64, signal=True):
     """What runs a step of a trace, by platform."""
     case = trace_case(planes, (batch, 3, 5), 'float32', signal=signal)
@@ -150,8 +171,11 @@ def test_auto_takes_plain_jax_where_it_moves_as_few_bytes(planes, options, cuda,
     assert trace_choices(strict, planes, **options) == asked
 
 
-@pytest.mark.parametrize(('name', 'on_tpu'), [('lif', 'jax'), ('lif_expon', 'mosaic')])
-def test_auto_differentiates_one_state_in_plain_jax_and_on_gpus_all(name, on_tpu, monkeypatch):
+@pytest.mark.parametrize(
+    ('name', 'on_tpu'),
+    [('gru', 'jax'), ('alif_expon', 'jax'), ('lstm', 'mosaic'), ('stp', 'mosaic')],
+)
+def test_auto_differentiates_few_states_in_plain_jax_and_on_gpus_all(name, on_tpu, monkeypatch):
     model, inputs = MODELS[name].build(3)
     learner = btf.compile(model, 'd_rtrl', inputs(0, 1)[0], batch_size=3)
     assert learner.choices == []  # on a CPU
@@ -161,4 +185,4 @@ def test_auto_differentiates_one_state_in_plain_jax_and_on_gpus_all(name, on_tpu
     assert 'as few bytes' in choices['hidden_jacobian', 'cuda'].reason
     assert choices['hidden_jacobian', 'tpu'].implementation == on_tpu
     assert choices['adjoint_scan', 'cuda'].implementation == 'triton'
-    assert choices['trace_carry', 'tpu'].implementation == 'mosaic'
+    assert choices['adjoint_scan', 'tpu'].implementation == 'mosaic'

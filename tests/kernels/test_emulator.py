@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from accelerators.blocks import block_bytes
 from accelerators.broken import decay
 from accelerators.cases import (
     adjoint_scan,
@@ -42,6 +43,8 @@ CASES = {
     'a carry': partial(trace_carry, 2, (2, 19, 70), 'float32'),
     'a carry of one weight': partial(trace_carry, 1, (1, 1, 1), 'float32'),
     'a carry in bfloat16': partial(trace_carry, 1, (3, 17), 'bfloat16'),
+    'a carry of two chunks': partial(trace_step, 2, (2, 19, 70), 'float32', steps=20),
+    'a carry of two chunks in bfloat16': partial(trace_step, 1, (3, 17), 'bfloat16', steps=20),
     'an adjoint': partial(adjoint_scan, 2, 6, (3, 37), 'float32'),
     'an adjoint of one neuron': partial(adjoint_scan, 1, 1, (1,), 'float32'),
     'an adjoint in bfloat16': partial(adjoint_scan, 1, 9, (2, 3, 11), 'bfloat16'),
@@ -73,19 +76,49 @@ def test_rounding_draws_the_same_for_each_element(make):
     assert traffic.stored == traffic.unique_stored
 
 
-@pytest.mark.parametrize(
-    'model', ['gru', 'lstm', 'lif', 'gif_expon', 'stp', 'custom_vjp', 'switch']
-)
-def test_the_transition_of_a_model_is_differentiated(model):
-    case = hidden_jacobian(model, 3, 50)
-    reference = implementation(case, 'reference')(*case.operands)
-    found, traffic = emulate(implementation(case, 'triton'), *case.operands)
-    assert any(np.any(plane) for plane in jax.tree.leaves(reference))
-    assert jax.tree.structure(found) == jax.tree.structure(reference)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6 * float(jnp.abs(b).max() + 1e-6))
+def differentiated(case):
+    """What the kernel gives; it reads and writes what its blocks say, and no byte of it more."""
+    kernel = implementation(case, 'triton')
+    found, traffic = emulate(kernel, *case.operands)
+    assert any(np.any(np.asarray(plane, 'float32')) for plane in jax.tree.leaves(found))
     assert traffic.stored == traffic.unique_stored
+    assert traffic.unique_loaded + traffic.unique_stored == floor(case)
+    assert traffic.loaded + traffic.stored == block_bytes(kernel, case.operands, kept=False)
+    return found
+
+
+def assert_same(found, expected, dtype, rtol):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, dtype)
+        atol = rtol * float(jnp.abs(b).max() + 1e-6)
+        np.testing.assert_allclose(np.asarray(a, b.dtype), b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(('batch', 'neurons'), [(3, 50), (2, 300)])
+@pytest.mark.parametrize(
+    'model', ['gru', 'lstm', 'lif', 'alif_expon', 'gif_expon', 'stp', 'custom_vjp', 'switch']
+)
+def test_the_transition_of_a_model_is_differentiated(model, batch, neurons):
+    case = hidden_jacobian(model, batch, neurons)
+    expected = implementation(case, 'reference')(*case.operands)
+    assert_same(differentiated(case), expected, 'float32', 2e-6)
+
+
+def test_the_transition_of_two_conductances_is_differentiated():
+    case = hidden_jacobian('coba_ei', 3, 5)
+    expected = implementation(case, 'reference')(*case.operands)
+    assert_same(differentiated(case), expected, 'float32', 2e-6)
+
+
+@pytest.mark.parametrize(('batch', 'neurons'), [(3, 50), (2, 300)])
+@pytest.mark.parametrize('model', ['lstm', 'lif', 'layer_norm', 'custom_vjp'])
+def test_a_transition_in_bfloat16_is_that_of_its_values(model, batch, neurons):
+    """But for the rounding of results, and of the numbers that a model is made with."""
+    case, wide = (hidden_jacobian(model, batch, neurons, bits) for bits in ('bf16', 32))
+    values = [a.astype(b.dtype) for a, b in zip(*case.operands, *wide.operands, strict=True)]
+    expected = implementation(wide, 'reference')(values)
+    assert_same(differentiated(case), expected, 'bfloat16', 2**-6)
 
 
 def kernel_of_two(body, *, size=8, block=4, grid=2, aliases=None):

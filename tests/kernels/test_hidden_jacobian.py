@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 from braintrace_fast.compiler import compile_etrace_graph
 from braintrace_fast.kernels import expand
@@ -20,7 +22,7 @@ from braintrace_fast.kernels.hidden_jacobian import (
     reference,
     triton,
 )
-from tests.kernel_checks import assert_close, count_calls, exact, lowered
+from tests.kernel_checks import assert_close, count_calls, exact, lowered, race_message
 from tests.models import MODELS
 
 KERNELS = {'cuda': triton, 'tpu': mosaic}
@@ -143,12 +145,26 @@ def test_any_shape_lowers(platform, shape):
     assert count_calls(lowered(run, *Leaky.operands(shape), platform=platform), platform) == 1
 
 
-def test_nothing_past_an_edge_reaches_a_result():
-    """Memory that was not written is NaN, and other programs run at the same time."""
-    case = Leaky(), *Leaky.operands((9, 257))
-    params = pltpu.InterpretParams(uninitialized_memory='nan', detect_races=True)
-    found = jax.jit(lambda: mosaic.hidden_jacobian(*case, interpret=params))()
-    assert_same(found, reference.hidden_jacobian(*case))
+def interpreted(case):
+    """On two cores, with memory that was not written NaN."""
+    params = pltpu.InterpretParams(
+        uninitialized_memory='nan', detect_races=True, num_cores_or_threads=2
+    )
+    return jax.jit(lambda: mosaic.hidden_jacobian(*case, interpret=params))()
+
+
+def test_nothing_past_an_edge_reaches_a_result(capfd):
+    case = Leaky(), *Leaky.operands((17, 770))
+    assert_same(interpreted(case), reference.hidden_jacobian(*case))
+    assert 'RACE' not in capfd.readouterr().out
+
+
+def test_tiles_that_overlap_are_caught(monkeypatch, capfd):
+    """Here every cell of the grid writes the first tile."""
+    spec = pl.BlockSpec
+    monkeypatch.setattr(pl, 'BlockSpec', lambda shape, at: spec(shape, lambda i, j: (0, 0)))
+    case = Leaky(), *Leaky.operands((17, 770))
+    assert 'race detected' in race_message(lambda: interpreted(case), capfd)
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
@@ -168,6 +184,95 @@ def test_bfloat16_is_evaluated_in_float32(kernel):
 def test_types_and_sizes_without_a_kernel(x64, kernel):
     assert 'float64' in kernel.supports(Leaky(), *Leaky.operands((3, 4), jnp.float64))
     assert 'no positions' in kernel.supports(Leaky(), *Leaky.operands((0, 4)))
+
+
+def test_positions_beyond_32_bits_have_no_kernel_on_gpus():
+    large = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
+    assert '32 bits' in triton.supports(Leaky(), [[]], [large, large])
+
+
+class Many(Leaky):
+    """More arrays than fit on chip."""
+
+    def evaluate(self, row, constants, inputs):
+        return inputs[0] * sum(constants) + inputs[1]
+
+
+def test_arrays_that_do_not_fit_into_vmem_have_no_kernel():
+    def asked(count):
+        case = Many(), [[jnp.full((16, 512), k) for k in range(count)]], [jnp.ones((16, 512))] * 2
+        return mosaic.supports(*case)
+
+    tile = mosaic.tile_of(1024, 1024, mosaic.ARRAYS)
+    assert 2 * 4 * math.prod(tile) * mosaic.ARRAYS <= mosaic.BUFFERS
+    assert asked(mosaic.ARRAYS - 2) is None  # beside two results
+    assert 'arrays' in asked(mosaic.ARRAYS - 1)
+
+
+class Wide(Leaky):
+    """Between operands and results of float32, another type."""
+
+    def evaluate(self, row, constants, inputs):
+        h, y = inputs
+        return jnp.sin(h.astype(jnp.float64)).astype(jnp.float32) * y
+
+
+class ByNumber(Leaky):
+    """A power whose exponent is of another type."""
+
+    def evaluate(self, row, constants, inputs):
+        return jax.lax.pow(inputs[0], jnp.int64(3)) * inputs[1]
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+@pytest.mark.parametrize(('transition', 'dtype'), [(Wide, 'float64'), (ByNumber, 'int64')])
+def test_types_inside_without_a_kernel(x64, transition, dtype, kernel):
+    case = transition(), [[]], [jnp.ones((2, 3), jnp.float32)] * 2
+    assert dtype in kernel.supports(*case)
+
+
+@jax.custom_vjp
+def ramp(h):
+    return jnp.tanh(h)
+
+
+def ramp_forward(h):
+    return ramp(h), h
+
+
+def ramp_backward(h, cotangent):
+    return (cotangent * (1 + jnp.arange(h.shape[-1], dtype=h.dtype)),)
+
+
+ramp.defvjp(ramp_forward, ramp_backward)
+
+
+class Ramp(Leaky):
+    """A derivative that depends on where a position is."""
+
+    def evaluate(self, row, constants, inputs):
+        return ramp(inputs[0]) + inputs[1]
+
+
+class RampInside(Ramp):
+    def evaluate(self, row, constants, inputs):
+        return inputs[0] * jax.jit(lambda: jnp.arange(4.0))() + inputs[1]
+
+
+class Total(Ramp):
+    def evaluate(self, row, constants, inputs):
+        return inputs[0] * jnp.ones((3, 4)).sum(0) + inputs[1]
+
+
+@pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
+@pytest.mark.parametrize(
+    ('transition', 'name'), [(Ramp, 'iota'), (RampInside, 'iota'), (Total, 'reduce_sum')]
+)
+def test_arrays_that_are_made_inside_have_no_kernel(transition, name, kernel):
+    case = transition(), [[]], [jnp.ones((3, 4)), jnp.ones((3, 4))]
+    assert name in kernel.supports(*case)
+    found = hidden_jacobian(*case, backend=Backend('interpret'))
+    assert_same(found, reference.hidden_jacobian(*case))
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
@@ -247,10 +352,44 @@ def test_expansions(kind, name, function):
     np.testing.assert_allclose(found, function(POINTS), rtol=2e-6, atol=3e-7)
 
 
-def test_users_add_expansions(monkeypatch):
-    monkeypatch.setattr(program, 'KNOWN', {'triton': frozenset({'mul', 'add_any', 'add'})})
-    case = Leaky(), *Leaky.operands((2, 3))
-    assert 'no expansion' in triton.supports(*case)
+@pytest.mark.parametrize('method', jax.lax.RoundingMethod)
+def test_rounding_where_a_half_more_is_no_float(method):
+    ends = [0.0, 0.25, 0.49999997, 0.5, 0.50000006, 0.99999994, 1.5, 2.5, 3.5, 2**22 + 0.5]
+    ends += [2**22 + 1.5, 2**23 - 0.5, 2**23 + 1, 2**23 + 3, 2**24 + 2, 1e30, np.inf, np.nan]
+    points = jnp.asarray([*ends, *(-end for end in ends)], jnp.float32)
+    found = expand.EXPANSIONS['triton']['round'](points, rounding_method=method)
+    np.testing.assert_array_equal(found, jax.lax.round(points, method))
+
+
+softsign_p = Primitive('test_softsign')
+softsign_p.def_impl(lambda x: x / (1 + jnp.abs(x)))
+softsign_p.def_abstract_eval(lambda x: x)
+ad.defjvp(softsign_p, lambda tangent, x: tangent * (1 - jnp.abs(softsign_p.bind(x))) ** 2)
+
+
+class Softsign(Leaky):
+    """With a primitive that no kernel has, also in its derivative."""
+
+    def evaluate(self, row, constants, inputs):
+        return softsign_p.bind(inputs[0]) * inputs[1]
+
+
+@pytest.mark.parametrize('platform', KERNELS)
+def test_users_add_expansions(platform, monkeypatch):
+    kernel = KERNELS[platform]
+    monkeypatch.setattr(expand, 'EXPANSIONS', {k: {**v} for k, v in expand.EXPANSIONS.items()})
+    monkeypatch.setattr(program, 'EXPANSIONS', expand.EXPANSIONS)
+    case = Softsign(), [[]], list(jnp.linspace(-2.0, 2.0, 12).reshape(2, 2, 3))
+    assert 'test_softsign has no expansion' in kernel.supports(*case)
+    expand.register_expansion('test_softsign', lambda x: x / (1 + jnp.abs(x)))
+    assert kernel.supports(*case) is None
+    found = kernel.hidden_jacobian(*case, interpret=True)
+    assert_same(found, reference.hidden_jacobian(*case))
+    text = lowered(functools.partial(kernel.hidden_jacobian, case[0]), *case[1:], platform=platform)
+    assert count_calls(text, platform) == 1
+
+
+def test_expansions_are_for_kernels_that_there_are():
     with pytest.raises(ValueError, match='There are no'):
         expand.register_expansion('tanh', jnp.tanh, ['metal'])
 

@@ -22,7 +22,7 @@ from braintrace_fast.kernels.trace_step import mosaic as step_mosaic
 from braintrace_fast.kernels.trace_step import reference as step_reference
 from braintrace_fast.kernels.trace_step import triton as step_triton
 from braintrace_fast.op.matmul import matmul_p
-from tests.kernel_checks import assert_close, count_calls, exact, lowered
+from tests.kernel_checks import assert_close, count_calls, exact, lowered, race_message
 
 STEP = SimpleNamespace(
     name='trace_step', reference=step_reference, triton=step_triton, mosaic=step_mosaic
@@ -33,6 +33,7 @@ CARRY = SimpleNamespace(
 OPS = pytest.mark.parametrize('op', [STEP, CARRY], ids=['step', 'carry'])
 BACKENDS = pytest.mark.parametrize('backend', ['triton', 'mosaic'])
 PLATFORM = dict(triton='cuda', mosaic='tpu')
+TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 
 
 def rules_of(bias):
@@ -196,17 +197,19 @@ def small_tiles(monkeypatch):
 def test_a_grid_has_no_races(op, stored, small_tiles, capfd):
     # jax 0.10 cannot interpret blocks past the edge of an array that is overwritten in this mode
     operands = given(op, 2, (4,), 8, 4, steps=5, stored=stored)
-    check(op, 'mosaic', operands, interpret=pltpu.InterpretParams(detect_races=True))
+    check(op, 'mosaic', operands, interpret=TWO_CORES)
     assert 'RACE' not in capfd.readouterr().out
 
 
 @OPS
-def test_a_batch_in_parallel_is_caught(op, small_tiles, monkeypatch):
+def test_a_batch_in_parallel_is_caught(op, small_tiles, monkeypatch, capfd):
     params = partial(pltpu.CompilerParams, dimension_semantics=('parallel',) * 4)
     monkeypatch.setattr(pltpu, 'CompilerParams', lambda dimension_semantics: params())
-    two_cores = pltpu.InterpretParams(num_cores_or_threads=2)
+    operands = given(op, 1, (4,), 2, 2)
     with pytest.raises(AssertionError):
-        check(op, 'mosaic', given(op, 1, (4,), 2, 2), interpret=two_cores)
+        check(op, 'mosaic', operands, pltpu.InterpretParams(num_cores_or_threads=2))
+    run = jax.jit(call(op, 'mosaic', rules_of(False), interpret=TWO_CORES))
+    assert 'race detected' in race_message(partial(run, *operands), capfd)
 
 
 @OPS
@@ -398,7 +401,32 @@ def test_a_tile_fits_into_memory(op, size, dtype):
 
 
 @OPS
+def test_random_bits_take_room(op):
+    """What was seen not to fit into VMEM, and to spill registers."""
+    x, D, f, trace, signal = made = given(op, 6, (8,), 512, 512, 64, stored='bfloat16', shapes=True)
+    without, drawn = (
+        as_pass(x, D, f, trace, signal, seed, None, window=op is CARRY) for seed in (None, 7)
+    )
+    fits = outer_mosaic.vmem_bytes(drawn, outer_mosaic.choose_tile(without)) <= outer_mosaic.VMEM
+    assert fits == (op is STEP)
+    assert outer_mosaic.vmem_bytes(drawn, outer_mosaic.choose_tile(drawn)) <= outer_mosaic.VMEM
+    assert outer_triton.choose_tile(drawn).inputs == (16 if op is CARRY else 8)
+    for kernel in (op.mosaic, op.triton):
+        assert kernel.supports(rules_of(False), *made, seed=7) is None
+    more = given(CARRY, 7, (8,), 512, 512, 64, stored='bfloat16', shapes=True)
+    assert 'VMEM' in CARRY.mosaic.supports(rules_of(False), *more, seed=7)
+
+
+@OPS
 def test_offsets_must_fit(op):
     made = given(op, 1, (2**11,), 2**10, 2**10, 2, dtype='bfloat16', shapes=True)
     assert '32 bits' in op.triton.supports(rules_of(False), *made)
     assert op.mosaic.supports(rules_of(False), *made) is None
+
+
+@pytest.mark.parametrize(('inputs', 'outputs'), [(2**15, 4), (4, 2**15)], ids=str)
+def test_offsets_into_a_long_window_must_fit(inputs, outputs):
+    made = given(CARRY, 1, (2**6,), inputs, outputs, 2**10, shapes=True)
+    assert '32 bits' in CARRY.triton.supports(rules_of(False), *made)
+    short = given(CARRY, 1, (2**6,), inputs, outputs, 2**9, shapes=True)
+    assert CARRY.triton.supports(rules_of(False), *short) is None

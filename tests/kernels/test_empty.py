@@ -1,0 +1,66 @@
+"""Operands without examples, inputs, outputs or positions give empty results and zero sums."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from accelerators import cases
+from braintrace_fast.kernels.adjoint_scan import adjoint_scan
+from braintrace_fast.kernels.dispatch import Backend
+from braintrace_fast.kernels.factored_trace import factored_trace, smooth
+from braintrace_fast.kernels.hidden_jacobian import hidden_jacobian
+from braintrace_fast.kernels.trace_carry import trace_carry
+from braintrace_fast.kernels.trace_step import trace_step
+from tests.kernels.test_hidden_jacobian import Leaky
+
+EMPTY = {'batch': (0, 3, 5), 'inputs': (2, 0, 5), 'outputs': (2, 3, 0), 'no batch': (0, 5)}
+POSITIONS = [(0,), (0, 5), (2, 0)]
+BACKENDS = pytest.mark.parametrize('name', ['jax', 'pallas', 'interpret'])
+
+
+def checked(run, operands):
+    """What an op gives for ones, compiled and not; it has no number but zero."""
+    ones = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), operands)
+    found = run(*ones)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(run)(*ones)), strict=True):
+        assert a.shape == b.shape and not np.any(a) and not np.any(b)
+    return found
+
+
+@BACKENDS
+@pytest.mark.parametrize('shape', EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize('op', [trace_step, trace_carry], ids=['step', 'carry'])
+def test_traces(op, shape, name):
+    case = getattr(cases, op.__name__)(2, shape, 'float32')
+    new, read = checked(case.bind(partial(op, backend=Backend(name))), case.operands)
+    assert [e['weight'].shape for e in new] == [shape, shape]
+    assert read['weight'].shape == shape[-2:]
+
+
+def adjoint(api):
+    """The entry point with the arguments of an implementation."""
+    return lambda D, f, L, R, carry, c: api(D, f, L, R, c=c, carry=carry)
+
+
+@BACKENDS
+@pytest.mark.parametrize('positions', POSITIONS, ids=str)
+@pytest.mark.parametrize('op', [adjoint_scan, factored_trace, smooth], ids=lambda op: op.__name__)
+def test_scans(op, positions, name):
+    sizes = () if op is smooth else (2,)
+    case = getattr(cases, op.__name__)(*sizes, 4, positions, 'float32')
+    run = partial(op, backend=Backend(name))
+    if op is adjoint_scan:
+        run = adjoint(run)
+    found = checked(case.bind(run), case.operands)
+    assert {leaf.shape[-len(positions) :] for leaf in jax.tree.leaves(found)} == {positions}
+
+
+@BACKENDS
+@pytest.mark.parametrize('positions', POSITIONS, ids=str)
+def test_derivatives(positions, name):
+    run = partial(hidden_jacobian, Leaky(), backend=Backend(name))
+    found = checked(run, Leaky.operands(positions))
+    assert [plane.shape for plane in found[0]] == [positions] * 2
