@@ -316,8 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     results = [result for path in options.results for result in load(path)]
     print(table(results))
-    print(goals(results))
-    print(memory_goals(results), end='')
+    print(*filter(None, [goals(results), memory_goals(results)]), sep='\n')
     if exponents(results):
         print(scaling(results))
         if options.plot:

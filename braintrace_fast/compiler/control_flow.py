@@ -36,7 +36,7 @@ from .alignment import is_inexact
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .scatter import scatter_in_pieces
 
-__all__ = ['OPAQUE', 'ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_body', 'has_while']
+__all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_body', 'has_while']
 
 INLINED_CALLS = frozenset(
     ['jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint', 'custom_lin']
@@ -87,10 +87,6 @@ class ControlFlowPolicy:
                     f'ControlFlowPolicy({field}={getattr(self, field)!r}) is not known; '
                     f'choose one of {allowed}.'
                 )
-
-
-OPAQUE = ControlFlowPolicy(cond='opaque', scan_unroll_limit=0)
-"""Leaves all control flow as it is."""
 
 
 def _inside(eqn: JaxprEqn, test: Callable[[JaxprEqn], bool]) -> bool:

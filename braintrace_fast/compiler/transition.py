@@ -127,22 +127,24 @@ class GroupTransition:
 
 def _is_even_sum(jaxpr: Jaxpr, num_constants: int) -> bool:
     """Whether a result is a sum of the inputs behind the constants, each times a single number."""
-    even = even_arrays(jaxpr.eqns, lambda v: not v.aval.ndim)
+    moving = set([*jaxpr.constvars, *jaxpr.invars][num_constants:])
+    even = even_arrays(jaxpr.eqns, lambda v: not v.aval.ndim and v not in moving)
 
     def is_even(atom: Any) -> bool:
         return not atom.aval.ndim or (not isinstance(atom, Literal) and atom in even)
 
-    moving = set([*jaxpr.constvars, *jaxpr.invars][num_constants:])
     for eqn in jaxpr.eqns:
         moves = [not isinstance(v, Literal) and v in moving for v in eqn.invars]
-        if any(moves):
-            is_scaled = {
-                'mul': sum(moves) == 1 and any(map(is_even, eqn.invars)),
-                'div': moves == [True, False] and is_even(eqn.invars[1]),
-            }
-            if eqn.primitive.name not in SUMS and not is_scaled.get(eqn.primitive.name, False):
-                return False
-            moving.update(eqn.outvars)
+        if not any(moves):
+            continue
+        others_are_even = all(m or is_even(v) for v, m in zip(eqn.invars, moves, strict=True))
+        is_scaled = {
+            'mul': sum(moves) == 1 and others_are_even,
+            'div': moves == [True, False] and others_are_even,
+        }
+        if eqn.primitive.name not in SUMS and not is_scaled.get(eqn.primitive.name, False):
+            return False
+        moving.update(eqn.outvars)
     return True
 
 

@@ -35,7 +35,7 @@ from .._compat import (
 )
 from .._typing import PyTree
 from ..compiler.alignment import even_arrays
-from ..compiler.control_flow import OPAQUE, flatten
+from ..compiler.control_flow import ControlFlowPolicy, flatten
 from ..op.matmul import outer_total
 from .factors import stacked
 
@@ -55,6 +55,8 @@ Spikes are so for all neurons whose spike is read off a state; there is nothing 
 """
 
 LINEAR = frozenset('neg transpose reshape reduce_sum squeeze copy broadcast_in_dim'.split())
+
+OPAQUE = ControlFlowPolicy(cond='opaque', scan_unroll_limit=0)
 
 Progress = Callable[[jax.Array, PyTree], None]
 """Called in order with the number of a step and its ``ys``."""
