@@ -9,6 +9,7 @@ import saiunit as u
 from jax.extend.core import Literal
 
 import braintrace_fast as btf
+from braintrace_fast import testing
 from braintrace_fast.compiler.alignment import even_arrays
 from braintrace_fast.compiler.transition import _is_even_sum
 from tests.algorithm.learning import STEPS, add_trees, at, begin, check, learning, step_loss
@@ -92,6 +93,35 @@ def test_only_literals_of_one_number_make_a_plane_narrow(value, narrow):
     assert _is_even_sum(decay, 0) == narrow
     negative = with_literal(lambda a: -a, 1.0)
     assert even_arrays(negative.eqns, lambda v: False) == set(negative.outvars if narrow else ())
+
+
+class Following(Affine):
+    """A second state decays alike in all neurons, but follows the first, which does not."""
+
+    def __init__(self):
+        super().__init__(lambda h, y: jnp.tanh(h + y))
+        self.w.value = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.slow = brainstate.HiddenState(jnp.zeros((batch_size, 4)))
+
+    def update(self, x):
+        self.slow.value = 0.9 * self.slow.value + self.h.value
+        return super().update(x) + self.slow.value
+
+
+def test_what_follows_a_whole_plane_is_whole(x64):
+    model, xs = Following(), jnp.asarray(np.random.default_rng(0).normal(size=(STEPS, 2, 3)))
+    learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=2)
+    assert sorted(learner.graph.transitions[0].even) == [False, True]
+    assert all(a.shape[-1] == 4 for a in jax.tree.leaves(learner.trace.value))
+    loss = lambda run, x: jnp.sum(run(x) ** 2)  # noqa: E731
+    found = learner.etrace_grad(
+        xs, step_fn=lambda x: loss(learner, x), reduction='sum', trace_every=2
+    )
+    brainstate.nn.init_all_states(model, batch_size=2)
+    check(found, testing.recurrence(model, xs, step_fn=lambda x: loss(model, x)), rtol=1e-10)
 
 
 def test_time_constants_of_their_own_leave_planes_whole():
