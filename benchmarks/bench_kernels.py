@@ -120,7 +120,7 @@ def jacobian_by_matrices(v, g, y):
 
 
 def smoothed_by_planes(D, f, start):
-    return jnp.stack(factored_trace(sparse(D), [list(f)], [list(start)], DECAY)[0], 1)
+    return jnp.stack(factored_trace(sparse(D), [list(f)], [list(start)], DECAY)[1][0], 1)
 
 
 def smoothed_by_matrices(D, f, start):

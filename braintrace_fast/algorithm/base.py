@@ -37,7 +37,15 @@ class EligibilityTrace(brainstate.ShortTermState):
 
 
 class Engine(Protocol):
-    """How a learning rule carries its trace, and what gradient it reads off."""
+    """How a learning rule carries its trace, and what gradient it reads off.
+
+    Attributes
+    ----------
+    is_small : bool
+        Whether a trace that is to be forgotten is set to zero, and not only marked.
+    """
+
+    is_small: bool
 
     def trace_shape(self) -> Any:
         """The shapes and types of the trace."""
@@ -356,14 +364,19 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return all(relation.is_static for relation in self.graph.hidden_param_op_relations)
 
     def forget(self) -> None:
-        """Take the trace for zero from here on; what it holds is not touched."""
+        """Take the trace for zero from here on; what a large one holds is not touched."""
         self.running_index.value = _scalar(np.int32)
         self.trace_is_live.value = _scalar(np.bool_)
+        if self.engine.is_small:
+            self._clear()
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Set the trace and the step counter to zero."""
         self._check_compiled()
         self.forget()
+        self._clear()
+
+    def _clear(self) -> None:
         self.trace.value = jax.tree.map(jnp.zeros_like, self.trace.value)
 
     @property

@@ -356,9 +356,10 @@ class SequenceDriverMixin:
     ) -> tuple[Any, Any]:
         """Run windows one after the other."""
         inputs = jax.tree.map(jnp.asarray, inputs)
-        index = jnp.zeros((), jnp.int32) if windows.fresh else self.running_index.value
-        live = jnp.zeros((), bool) if windows.fresh else self.trace_is_live.value
-        entry: Entry | None = Entry(self.trace.value, live)
+        if windows.fresh:
+            self.forget()
+        index = self.running_index.value
+        entry: Entry | None = Entry(self.trace.value, self.trace_is_live.value)
         choices = windows.every, windows.fresh, windows.budget
         plan = plan_windows(window, inputs, (total, entry, index), *choices)
         self.plan = plan.describe(parts, self.trace.value)

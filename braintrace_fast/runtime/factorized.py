@@ -66,6 +66,8 @@ class FactorizedEngine:
         If it is, and a weight varies in time: nothing says what it was before the window.
     """
 
+    is_small = True
+
     def __init__(
         self,
         graph: ETraceGraph,
@@ -108,7 +110,7 @@ class FactorizedEngine:
 
     def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
         """The trace after a step."""
-        xs, fs = _entered(entry)
+        xs, fs = entry.trace
         new_xs = tuple(
             None if old is None or x is None else self.decay_x * old + x
             for old, x in zip(xs, factors.x, strict=True)
@@ -183,7 +185,7 @@ class FactorizedEngine:
         step: jax.Array,
         varying: Sequence[Mapping[str, tuple[jax.Array, ...]]],
     ) -> None:
-        xs, fs = _entered(entry)
+        xs, fs = entry.trace
         for r, relation in enumerate(self.relations):
             signal = add(
                 plane
@@ -207,30 +209,28 @@ class FactorizedEngine:
 
         As :meth:`MaterializedEngine.window`.
         """
-        xs, fs = (
-            jax.tree.map(jnp.zeros_like, self.trace_shape()) if entry is None else _entered(entry)
-        )
+        xs, fs = jax.tree.map(jnp.zeros_like, self.trace_shape()) if entry is None else entry.trace
         smoothed: list[list[Any]] = [list(own) for own in fs]
+        ends: list[list[Any]] = [list(own) for own in fs]
         for group in self.graph.hidden_groups:
             feeding = places_of(self.relations, group)
             if feeding:
-                found = factored_trace(
+                last, found = factored_trace(
                     factors.D[group.index],
                     [factors.f[r][place] for r, place in feeding],
                     [fs[r][place] for r, place in feeding],
                     self.decay_f,
                     backend=self.backend,
                 )
-                for (r, place), planes in zip(feeding, found, strict=True):
-                    smoothed[r][place] = planes
-        if total is not None and signals is not None:
-            for r, (x_start, f_start) in enumerate(zip(xs, fs, strict=True)):
-                start = None if entry is None else x_start
-                self._add_window(total, r, factors, signals, smoothed[r], start, f_start, step)
-        if entry is None:
-            return None
-        ends = tuple(map(self._last_x, factors.x, xs))
-        return ends, jax.tree.map(lambda a: a[-1], tuple(map(tuple, smoothed)))
+                for (r, place), end, planes in zip(feeding, last, found, strict=True):
+                    ends[r][place], smoothed[r][place] = end, planes
+        x_ends = []
+        for r, x in enumerate(factors.x):
+            start = None if entry is None else xs[r]
+            if total is not None and signals is not None:
+                self._add_window(total, r, factors, signals, smoothed[r], start, fs[r], step)
+            x_ends.append(self._last_x(x, start))
+        return None if entry is None else (tuple(x_ends), tuple(map(tuple, ends)))
 
     def _add_window(
         self,
@@ -280,15 +280,15 @@ class FactorizedEngine:
         if x is None or read is None:
             total.add_product(r, x, add([read, now]), leading_axes=1)
         elif _is_linear(relation):
-            zero, rest = jnp.zeros_like(read[0]), add([read, now])
-            back = smooth(read, zero, self.decay_x, reverse=True, backend=self.backend)
+            left, back = smooth(read, None, self.decay_x, reverse=True, backend=self.backend)
             total.add_product(r, x, add([back, now]), leading_axes=1, only=_reads_x)
+            rest = add([read, now])
             total.add_product(r, x, rest, leading_axes=1, only=lambda key: not _reads_x(key))
             if x_start is not None:
-                total.add_product(r, x_start, self.decay_x * back[0], only=_reads_x)
+                total.add_product(r, x_start, left, only=_reads_x)
         else:
-            start = jnp.zeros(x.shape[1:], _inexact(x)) if x_start is None else x_start
-            xhat = smooth(x, start, self.decay_x, backend=self.backend)
+            past = None if x_start is None else self.decay_x * x_start
+            xhat = smooth(x.astype(_inexact(x)), past, self.decay_x, backend=self.backend)[1]
             total.add_product(r, xhat, read, leading_axes=1)
             total.add_product(r, x, now, leading_axes=1)
 
@@ -315,11 +315,6 @@ class FactorizedEngine:
         """The correction for the steps that the smoothing has not yet seen."""
         correction = jnp.maximum(1 - self.decay_f ** (step + 1.0), 1e-8)
         return jnp.where(step < 1000, correction, 1.0)
-
-
-def _entered(entry: Entry) -> Trace:
-    """The trace, or zeros if it is not live."""
-    return jax.tree.map(lambda a: jnp.where(entry.live, a, jnp.zeros_like(a)), entry.trace)
 
 
 def _is_linear(relation: HiddenParamOpRelation) -> bool:

@@ -56,7 +56,8 @@ class Entry(NamedTuple):
         What an engine carries.
     live : jax.Array
         A flag; if it is not set, the trace counts as zero, whatever it holds. So it can be dropped
-        without a pass over it. What it holds must be finite all the same.
+        without a pass over it. What it holds must be finite all the same. A small trace is zero
+        then.
     """
 
     trace: Any

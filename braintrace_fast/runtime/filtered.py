@@ -40,6 +40,8 @@ class FilteredEngine:
         What to run kernels with.
     """
 
+    is_small = False
+
     def __init__(
         self,
         graph: ETraceGraph,

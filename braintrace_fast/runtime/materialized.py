@@ -55,6 +55,8 @@ class MaterializedEngine:
         What to run kernels with.
     """
 
+    is_small = False
+
     def __init__(
         self,
         graph: ETraceGraph,

@@ -14,20 +14,20 @@ __all__ = ['factored_trace', 'smooth']
 
 def smooth(
     x: jax.Array,
-    start: jax.Array,
+    left: jax.Array | None,
     decay: float,
     *,
     reverse: bool = False,
     backend: Backend = PLAIN,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """``xhat_t = decay xhat_{t-1} + x_t`` for K steps.
 
     Parameters
     ----------
     x : array
         Shape ``(K, ...)``.
-    start : array
-        ``xhat_0``, of shape ``(...)``.
+    left : array or None
+        ``decay xhat_0``, of shape ``(...)``, which the steps before have left; None for zeros.
     decay : float
         How much is kept from step to step.
     reverse : bool
@@ -37,23 +37,25 @@ def smooth(
 
     Returns
     -------
-    array
-        ``xhat_1 .. xhat_K``, of shape ``(K, ...)``.
+    tuple of array
+        ``decay xhat_K``, which is left for the step after the last, or in reverse ``decay xhat_1``
+        for the one before the first; and ``xhat_1 .. xhat_K``, of shape ``(K, ...)``.
 
     Examples
     --------
     >>> import jax.numpy as jnp
     >>> from braintrace_fast.kernels.factored_trace import smooth
-    >>> smooth(jnp.ones((3, 1)), jnp.zeros(1), 0.5)[:, 0].tolist()
-    [1.0, 1.5, 1.75]
+    >>> left, xhat = smooth(jnp.ones((3, 1)), None, 0.5)
+    >>> xhat[:, 0].tolist(), left.tolist()
+    ([1.0, 1.5, 1.75], [0.875])
     """
-    if x.shape[1:] != start.shape:
-        raise ValueError(f'smooth: x has shape {x.shape}, expected (steps, *{start.shape}).')
+    if left is not None and x.shape[1:] != left.shape:
+        raise ValueError(f'smooth: x has shape {x.shape}, expected (steps, *{left.shape}).')
 
     def bind(function: Any) -> Any:
-        return lambda x, start: function(x, start, decay, reverse)
+        return lambda x, left: function(x, left, decay, reverse)
 
-    return dispatch.run('factored_trace.smooth', backend, bind, x, start)
+    return dispatch.run('factored_trace.smooth', backend, bind, x, left)
 
 
 def factored_trace(
@@ -63,7 +65,7 @@ def factored_trace(
     decay: float,
     *,
     backend: Backend = PLAIN,
-) -> tuple[tuple[jax.Array, ...], ...]:
+) -> tuple[Any, Any]:
     """``fhat_t[s] = decay sum_q D_t[s][q] fhat_{t-1}[q] + (1 - decay) f_t[s]`` for K steps, per op.
 
     Parameters
@@ -82,8 +84,9 @@ def factored_trace(
 
     Returns
     -------
-    tuple of tuple of array
-        Per op, ``fhat_1[s] .. fhat_K[s]``, each of shape ``(K, *varshape)``.
+    tuple
+        Per op, ``fhat_K[s]``, of shape ``varshape``; and ``fhat_1[s] .. fhat_K[s]``, each of shape
+        ``(K, *varshape)``.
     """
     for planes, begin in zip(f, start, strict=True):
         check_planes('factored_trace', len(begin), D=D, f=planes)

@@ -21,13 +21,13 @@ def as_scan(
 ) -> Scan:
     """The forward walk of ``fhat``."""
     body, init = recurrence(float(decay)), tuple(map(tuple, start))
-    return Scan('factored_trace', body, init, (D, f), start[0][0].dtype, final=False)
+    return Scan('factored_trace', body, init, (D, f), start[0][0].dtype)
 
 
-def smooth_as_scan(x: jax.Array, start: jax.Array, decay: float, reverse: bool) -> Scan:
-    """The walk of ``xhat``."""
-    body = smoothing(float(decay))
-    return Scan('smooth', body, start, x, start.dtype, final=False, reverse=reverse)
+def smooth_as_scan(x: jax.Array, left: jax.Array | None, decay: float, reverse: bool) -> Scan:
+    """The walk of what a step of ``xhat`` leaves to the next."""
+    init, dtype = (0.0, x.dtype) if left is None else (left, left.dtype)
+    return Scan('smooth', smoothing(float(decay)), init, x, dtype, reverse=reverse)
 
 
 def _fixed(decay: Any) -> str | None:
@@ -56,25 +56,25 @@ def entry_points(platform: Any) -> tuple[Callable[..., Any], ...]:
         decay: float,
         *,
         interpret: Any = False,
-    ) -> tuple[tuple[jax.Array, ...], ...]:
+    ) -> tuple[Any, Any]:
         """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
-        return platform.run(as_scan(D, f, start, decay), interpret=interpret)[1]
+        return platform.run(as_scan(D, f, start, decay), interpret=interpret)
 
     def supports_smooth(
-        x: jax.Array, start: jax.Array, decay: float, reverse: bool = False
+        x: jax.Array, left: jax.Array | None, decay: float, reverse: bool = False
     ) -> str | None:
         """Why there is no kernel of ``smooth`` for these operands, or None."""
-        return _fixed(decay) or platform.supports(smooth_as_scan(x, start, decay, reverse))
+        return _fixed(decay) or platform.supports(smooth_as_scan(x, left, decay, reverse))
 
     def smooth(
         x: jax.Array,
-        start: jax.Array,
+        left: jax.Array | None,
         decay: float,
         reverse: bool = False,
         *,
         interpret: Any = False,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         """See :func:`braintrace_fast.kernels.factored_trace.smooth`."""
-        return platform.run(smooth_as_scan(x, start, decay, reverse), interpret=interpret)[1]
+        return platform.run(smooth_as_scan(x, left, decay, reverse), interpret=interpret)
 
     return supports, factored_trace, supports_smooth, smooth

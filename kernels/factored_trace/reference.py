@@ -12,9 +12,12 @@ from ..planes import Plane, add, times, walk
 __all__ = ['factored_trace', 'recurrence', 'smooth', 'smoothing']
 
 
-def smooth(x: jax.Array, start: jax.Array, decay: float, reverse: bool = False) -> jax.Array:
+def smooth(
+    x: jax.Array, left: jax.Array | None, decay: float, reverse: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """See :func:`braintrace_fast.kernels.factored_trace.smooth`."""
-    return lax.scan(smoothing(decay), start, x, reverse=reverse)[1]
+    start = jnp.zeros(x.shape[1:], x.dtype) if left is None else left
+    return lax.scan(smoothing(decay), start, x, reverse=reverse)
 
 
 def factored_trace(
@@ -22,17 +25,17 @@ def factored_trace(
     f: Sequence[Sequence[Plane]],
     start: Sequence[Sequence[jax.Array]],
     decay: float,
-) -> tuple[tuple[jax.Array, ...], ...]:
+) -> tuple[Any, Any]:
     """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
-    return walk(recurrence(decay), tuple(map(tuple, start)), (D, f))[1]
+    return walk(recurrence(decay), tuple(map(tuple, start)), (D, f))
 
 
 def smoothing(decay: float) -> Callable[[Any, Any], Any]:
-    """One step of :func:`smooth`, for ``lax.scan``."""
+    """One step of :func:`smooth`, from what the step before left, for ``lax.scan``."""
 
-    def body(old: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
-        new = decay * old + now.astype(old.dtype)
-        return new, new
+    def body(left: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new = left + now.astype(left.dtype)
+        return decay * new, new
 
     return body
 

@@ -305,14 +305,16 @@ def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
     dense, planes = case
     start = dense['start'][:, :, 0]
     starts = list(map(jnp.asarray, start))
-    found, same = factored_trace(planes['D'], [planes['f']] * 2, [starts] * 2, decay)
+    (last, _), (found, same) = factored_trace(planes['D'], [planes['f']] * 2, [starts] * 2, decay)
     assert all(bool(jnp.all(a == b)) for a, b in zip(found, same, strict=True))
-    xs, zero = jnp.asarray(dense['x']), jnp.zeros((BATCH, INPUTS))
-    xhat = smooth(xs, zero, decay)
-    np.testing.assert_allclose(
-        smooth(xs, zero, decay, reverse=True), smooth(xs[::-1], zero, decay)[::-1], rtol=1e-12
+    xs, x = jnp.asarray(dense['x']), np.full((BATCH, INPUTS), 0.5)
+    left, xhat = smooth(xs, jnp.asarray(decay * x), decay)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12),
+        smooth(xs, None, decay, reverse=True),
+        (lambda left, xhat: (left, xhat[::-1]))(*smooth(xs[::-1], jnp.zeros_like(x), decay)),
     )
-    fhat, x = start, np.zeros((BATCH, INPUTS))
+    fhat = start
     for t in range(dense['x'].shape[0]):
         past = np.einsum('sqbo,qbo->sbo', dense['D'][:, :, t], fhat)
         fhat = decay * past + (1 - decay) * dense['f'][:, t]
@@ -320,6 +322,9 @@ def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
         np.testing.assert_allclose(xhat[t], x, rtol=1e-9, atol=1e-9)
         for s, plane in enumerate(found):
             np.testing.assert_allclose(plane[t], fhat[s], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(left, decay * x, rtol=1e-9, atol=1e-9)
+    for plane, expected in zip(last, fhat, strict=True):
+        np.testing.assert_allclose(plane, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_planes_of_two_shapes_are_refused():

@@ -90,9 +90,12 @@ def test_smoothing_is_the_reference(kernel, shape, dtype):
     start = jnp.ones(shape)
     assert kernel.supports_smooth(x, start, DECAY) is None
     check(kernel, 'smooth', x, start)
-    back = kernel.smooth(x, start, DECAY, reverse=True, interpret=True)
-    forth = kernel.smooth(x[::-1], start, DECAY, interpret=True)
+    assert kernel.supports_smooth(x, None, DECAY) is None
+    check(kernel, 'smooth', x, None)
+    left, back = kernel.smooth(x, start, DECAY, reverse=True, interpret=True)
+    same, forth = kernel.smooth(x[::-1], start, DECAY, interpret=True)
     np.testing.assert_array_equal(back, forth[::-1])
+    np.testing.assert_array_equal(left, same)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +139,8 @@ def test_a_kernel_batches_inside_a_scan(kernel, platform):
 
     def windows(run, D, f, start):
         def body(start, _):
-            hat = jax.vmap(partial(run, decay=DECAY))(D, f, start)
-            return jax.tree.map(lambda plane: plane[:, -1], [list(op) for op in hat]), hat
+            last, hat = jax.vmap(partial(run, decay=DECAY))(D, f, start)
+            return [list(op) for op in last], hat
 
         return jax.lax.scan(body, start, length=2)
 
