@@ -62,6 +62,13 @@ def test_the_bytes_of_a_loop_are_refused():
 
 LOOP = """HloModule jit_run, is_scheduled=true
 
+%fused (p: f32[4], q: f32[8,4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %q = f32[8,4]{1,0} parameter(1)
+  %first = f32[4]{0} slice(%q), slice={[0:1], [0:4]}
+  ROOT %sum = f32[4]{0} add(%p, %first)
+}
+
 %body (state: (f32[4], f32[8,4])) -> (f32[4], f32[8,4]) {
   %state = (f32[4], f32[8,4]) parameter(0)
   %old = f32[4]{0} get-tuple-element(%state), index=0
@@ -83,6 +90,51 @@ ENTRY %main.1 (a: f32[4], b: f32[8,4]) -> f32[4] {
 def test_a_loop_touches_one_step_at_a_time():
     old, step, new = 16, 16, 16
     assert moved(LOOP, steps=8) == 8 * (old + step + new)
+
+
+UPDATED = """HloModule jit_run, is_scheduled=true
+
+%fused (a: f32[8,4], b: f32[8,4], i: s32[]) -> (f32[8,4], f32[8,4]) {
+  %b = f32[8,4]{1,0} parameter(1)
+  %a = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(2)
+  %flat = f32[8,4]{1,0} bitcast(%a)
+  %row = f32[1,4]{1,0} dynamic-slice(%b, %i), dynamic_slice_sizes={1,4}
+  %one = f32[8,4]{1,0} dynamic-update-slice(%flat, %row, %i)
+  %two = f32[8,4]{1,0} dynamic-update-slice(%b, %row, %i)
+  ROOT %both = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%one, %two)
+}
+
+%body (state: (f32[8,4], f32[8,4], f32[8,4])) -> (f32[8,4], f32[8,4], f32[8,4]) {
+  %state = (f32[8,4], f32[8,4], f32[8,4]) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%state), index=0
+  %y = f32[8,4]{1,0} get-tuple-element(%state), index=1
+  %z = f32[8,4]{1,0} get-tuple-element(%state), index=2
+  %at = s32[]{:S(6)} constant(1)
+  %pair = (f32[8,4]{1,0}, f32[8,4]{1,0}) fusion(%x, %y, %at), kind=kLoop, calls=%fused
+  %w = f32[8,4]{1,0} get-tuple-element(%pair), index=0
+  %v = f32[8,4]{1,0} dynamic-update-slice(%z, %x, %at)
+  ROOT %new = (f32[8,4], f32[8,4], f32[8,4]) tuple(%w, %y, %v)
+}
+
+ENTRY %main.1 (a: f32[8,4], b: f32[8,4], c: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = f32[8,4]{1,0} parameter(1)
+  %c = f32[8,4]{1,0} parameter(2)
+  %start = (f32[8,4], f32[8,4], f32[8,4]) tuple(%a, %b, %c)
+  %end = (f32[8,4], f32[8,4], f32[8,4]) while(%start), condition=%go, body=%body
+  ROOT %last = f32[8,4]{1,0} get-tuple-element(%end), index=0
+}
+"""
+
+
+def test_what_is_only_updated_in_part_is_not_read():
+    fused, alone = 16 + 2 * 16, 16 + 16  # %y, of which a row is read too, and %x
+    assert moved(UPDATED, steps=8) == 8 * (fused + alone)
+    read_within = UPDATED.replace('tuple(%one, %two)', 'tuple(%one, %sum)').replace(
+        '  ROOT %both', '  %sum = f32[8,4]{1,0} add(%one, %two)\n  ROOT %both'
+    )
+    assert moved(read_within, steps=8) == 8 * (fused + 16 + alone)
 
 
 THUNKS = """001: kCopy         [source       | next=002 (1)] kCopy
