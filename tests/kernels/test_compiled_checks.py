@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from accelerators import checks
 from accelerators.blocks import block_bytes
 from accelerators.cases import (
     adjoint_scan,
@@ -19,7 +20,7 @@ from accelerators.cases import (
     stacked_walk,
     trace_step,
 )
-from accelerators.checks import TARGETS, Row, faults_of_comparison
+from accelerators.checks import TARGETS, Row, faults_of_comparison, taken
 from accelerators.hlo import copies, moved
 from accelerators.report import as_line, document
 from accelerators.windows import WindowRow, launches
@@ -192,11 +193,55 @@ def test_a_window_that_launches_too_much_is_caught():
         ('jax', 150, 300, 'auto takes plain JAX, which moves 150'),
     ],
 )
-@pytest.mark.parametrize('op', ['trace_step', 'hidden_jacobian'])
+@pytest.mark.parametrize('op', ['trace_step', 'hidden_jacobian', 'adjoint_scan'])
 def test_a_kernel_that_is_not_worth_it_is_caught(op, auto, planes, stacked, fault):
     row = Row(op, '', '', 'v5e', moved=100, planes=planes, stacked=stacked, auto=auto)
     found = faults_of_comparison(row, halved=True)
     assert found == [] if fault is None else fault in found[0] and len(found) == 1
+
+
+KINDS = {
+    'v4': 'TPU v4',
+    'v5e': 'TPU v5 lite',
+    'v5p': 'TPU v5',
+    'v6e': 'TPU v6 lite',
+    'tpu7x': 'TPU7x',
+}
+
+
+def test_what_auto_takes_is_asked_for_each_target(monkeypatch):
+    monkeypatch.setattr(checks, 'device_kind', KINDS.__getitem__)
+    case = adjoint_scan(2, 7, (3, 37), 'float32')
+    assert [taken(case, target) for target in TARGETS] == ['kernel'] * 3 + [
+        'jax',
+        'jax',
+        'kernel',
+        'jax',
+        'jax',
+    ]
+    large = adjoint_scan(1, 64, (256, 512), 'float32')
+    assert [taken(large, t) for t in KINDS] == ['jax', 'jax', 'kernel', 'jax', 'kernel']
+
+
+def test_there_are_cases_on_both_sides_of_what_auto_takes_on_tpus(monkeypatch):
+    monkeypatch.setattr(checks, 'device_kind', KINDS.__getitem__)
+    made = [make() for make in all_cases() if make.func is adjoint_scan]
+    plain = {
+        case.shape: [target for target in KINDS if taken(case, target) == 'jax']
+        for case in made
+        if 'mosaic' in case.compared
+    }
+    but_v5p = ['v4', 'v5e', 'v6e', 'tpu7x']
+    assert plain == {
+        'S=1, K=64, (8, 512)': but_v5p,
+        'S=2, K=64, (8, 512)': but_v5p,
+        'S=3, K=64, (8, 512)': [],
+        'S=4, K=64, (8, 512)': [],
+        'S=1, K=64, (256, 512)': ['v4', 'v5e', 'v6e'],
+        'S=2, K=128, (256, 512)': [],
+        'S=1, K=64, (8, 512), 1 within': [],
+        'S=1, K=64, (8, 512), 2 within': but_v5p,
+    }
 
 
 @pytest.mark.parametrize(('kept', 'rows'), [(False, 3), (True, 1)])
