@@ -311,10 +311,17 @@ def _passes(make: Callable[..., Case]) -> Iterator[Callable[[], Case]]:
     yield partial(make, 1, (1, 1, 1), 'float32')
 
 
-def adjoint_scan(size: int, steps: int, shape: tuple[int, ...], dtype: str) -> Case:
-    """All planes of a group of ``size`` states and one op."""
+def adjoint_scan(
+    size: int, steps: int, shape: tuple[int, ...], dtype: str, *, within: int = 0
+) -> Case:
+    """All planes of a group of ``size`` states and one op.
+
+    Or of so many ops that read the learning signal ``within`` their step, as those of a layer do
+    that is read by its states alone; then the loss reads nothing else.
+    """
     planes = _planes((steps, *shape), dtype)
     large = shape[-1:] == (LARGE,)
+    flags = [True] * within or [False]
 
     def stacked() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         matrix, vector = ((steps, *sizes, *shape) for sizes in ((size, size), (size,)))
@@ -326,13 +333,19 @@ def adjoint_scan(size: int, steps: int, shape: tuple[int, ...], dtype: str) -> C
     return Case(
         'adjoint_scan',
         dtype,
-        f'S={size}, K={steps}, {shape}',
-        (planes(size, size), planes(1, size), planes(size), planes(size), planes(1)),
-        lambda function: lambda D, f, L, R, c: function(D, f, L, R, True, c),
+        f'S={size}, K={steps}, {shape}' + (f', {within} within' if within else ''),
+        (
+            planes(size, size),
+            planes(len(flags), size),
+            planes(size),
+            None if within else planes(size),
+            None if within else planes(1),
+        ),
+        lambda function: lambda D, f, L, R, c: function(D, f, L, R, True, c, flags),
         bounded=large,
-        compared=BOTH if large and dtype == 'float32' else (),
+        compared=BOTH if large else (),
         halved=('triton',),
-        stacked=stacked,
+        stacked=None if within else stacked,
         steps=steps,
     )
 
@@ -356,6 +369,10 @@ def _adjoints() -> Iterator[Callable[[], Case]]:
     for size in (1, 2, 3, 4):
         yield partial(adjoint_scan, size, STEPS, (8, LARGE), 'float32')
     yield partial(adjoint_scan, 2, STEPS, (8, LARGE), 'bfloat16')
+    for size, steps in (1, STEPS), (2, 2 * STEPS):  # too much for some TPUs, and for all
+        yield partial(adjoint_scan, size, steps, (256, LARGE), 'float32')
+    for ops in (1, 2):
+        yield partial(adjoint_scan, 1, STEPS, (8, LARGE), 'float32', within=ops)
     for dtype in ('float32', 'bfloat16'):
         yield partial(adjoint_scan, 2, 7, (3, 37), dtype)
         yield partial(adjoint_scan, 1, 19, (33,), dtype)

@@ -5,13 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 
+from braintrace_fast.kernels.dispatch import on_tpu
+
 from .blocks import block_bytes
 from .cases import Case, floor, implementation, plain_formula, redundant
 from .gpu import GPUS, compile_for_gpu
 from .hlo import copies, moved
-from .tpu import TPUS, VMEM, compile_for_tpu
+from .tpu import TPUS, VMEM, compile_for_tpu, device_kind
 
-__all__ = ['TARGETS', 'Row', 'check', 'faults_of_comparison', 'measure']
+__all__ = ['TARGETS', 'Row', 'check', 'faults_of_comparison', 'measure', 'taken']
 
 TARGETS = (*GPUS, *TPUS)
 MOST = 1.05
@@ -97,12 +99,20 @@ def measure(case: Case, target: str, *, donate: bool = True) -> Row:
         row = row._replace(
             planes=_plain(case, target, False),
             stacked=_plain(case, target, True),
-            auto='jax' if redundant(case, kind) else 'kernel',
+            auto=taken(case, target),
         )
         faults += faults_of_comparison(row, kind in case.halved)
     if case.trace:
         faults += _faults_of_trace(case, compiled, kind)
     return row._replace(faults=tuple(faults))
+
+
+def taken(case: Case, target: str) -> str:
+    """What ``backend='auto'`` runs on a target."""
+    if target in GPUS:
+        return 'jax' if redundant(case, 'triton') else 'kernel'
+    with on_tpu(device_kind(target)):
+        return 'jax' if redundant(case, 'mosaic') else 'kernel'
 
 
 def _plain(case: Case, target: str, stacked: bool) -> int:
@@ -122,7 +132,7 @@ def faults_of_comparison(row: Row, halved: bool) -> list[str]:
         wrong = f'auto takes plain JAX, which moves {row.planes} bytes, not {row.moved}'
         return [] if as_few else [wrong]
     found = []
-    if as_few and row.op in ('hidden_jacobian', 'trace_step', 'trace_carry'):
+    if as_few:
         found.append(f'auto takes it, and plain JAX moves {row.planes} bytes, no more')
     if halved and 0 < row.stacked < LEAST * row.moved:
         found.append(f'it moves {row.moved} bytes, and XLA for stacked planes {row.stacked}')

@@ -20,7 +20,10 @@ ARRAY = re.compile(r'\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?')
 
 
 class Instruction(NamedTuple):
-    """An instruction of HLO: the types of its results and operands are as they are written."""
+    """An instruction of HLO: the types of its results and operands are as they are written.
+
+    A parameter has its number for an operand.
+    """
 
     name: str
     opcode: str
@@ -47,8 +50,8 @@ def _instruction(line: str) -> Instruction:
     opcode, _, rest = rest.partition('(')
     operands, rest = _balanced('(' + rest)
     calls = re.search(r'(?:calls|to_apply|body)=%?([\w.-]+)', rest)
-    names = tuple(dict.fromkeys(re.findall(r'%([\w.-]+)', operands)))
-    return Instruction(name.lstrip('%'), opcode, results, names, calls and calls[1])
+    names = (operands[1:-1],) if opcode == 'parameter' else re.findall(r'%([\w.-]+)', operands)
+    return Instruction(name.lstrip('%'), opcode, results, tuple(names), calls and calls[1])
 
 
 def _balanced(text: str) -> tuple[str, str]:
@@ -77,9 +80,10 @@ def sizes(types: str, steps: int = 0) -> Iterator[int]:
 def moved(text: str, steps: int = 0) -> int:
     """The bytes that a program reads from main memory and writes to it.
 
-    Every instruction reads each of its operands once and writes each of its results once; arrays
-    count without the padding of their layout. With ``steps``, a loop runs so often and touches, of
-    an array of all steps, one at a time.
+    Every instruction reads each of its operands once and writes each of its results once; an array
+    of which it updates a part, and uses no more, is not read. Arrays count without the padding of
+    their layout. With ``steps``, a loop runs so often and touches, of an array of all steps, one at
+    a time.
     """
     return _moved(computations(text), 'ENTRY', 0, steps)
 
@@ -99,8 +103,33 @@ def _moved(found: dict[str, list[Instruction]], computation: str, inside: int, s
             if instruction.opcode.endswith('-start'):  # (destination, source, context)
                 written = _balanced(written[1:])[0]
             total += sum(sizes(written, inside))
-            total += sum(sum(sizes(types[operand], inside)) for operand in instruction.operands)
+            read = dict.fromkeys(_read(found, instruction))
+            total += sum(sum(sizes(types[operand], inside)) for operand in read)
     return total
+
+
+def _read(found: dict[str, list[Instruction]], instruction: Instruction) -> list[str]:
+    """The operands of an instruction that are not just updated in part."""
+    if instruction.opcode == 'dynamic-update-slice':
+        return [*instruction.operands[1:]]
+    if instruction.opcode == 'fusion':
+        numbers = _numbers_read(found, instruction.calls or '')
+        return [name for k, name in enumerate(instruction.operands) if str(k) in numbers]
+    return [*instruction.operands]
+
+
+def _numbers_read(found: dict[str, list[Instruction]], computation: str) -> set[str]:
+    """Which parameters of a fusion it reads."""
+    read: set[str] = set()
+    numbers: set[str] = set()
+    for instruction in reversed(found[computation]):
+        if instruction.opcode == 'parameter':
+            numbers.update(instruction.operands if instruction.name in read else ())
+        elif instruction.opcode not in FREE or instruction.name in read:
+            read.update(_read(found, instruction))
+        if instruction.opcode == 'dynamic-update-slice' and instruction.name in read:
+            read.add(instruction.operands[0])
+    return numbers
 
 
 def copies(text: str) -> list[int]:

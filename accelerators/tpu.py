@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 
-__all__ = ['TPUS', 'VMEM', 'compile_for_tpu']
+__all__ = ['TPUS', 'VMEM', 'compile_for_tpu', 'device_kind']
 
 TPUS = {
     'v4': ('v4:2x2x1', {'chip_config_name': 'megacore'}),
@@ -47,6 +47,11 @@ def compile_for_tpu(
     with jax.set_mesh(mesh):
         compiled = traced.lower().compile()
     return compiled, _vmem(compiled.as_text())
+
+
+def device_kind(target: str) -> str:
+    """What a TPU is called by JAX."""
+    return str(_mesh(target).devices.item().device_kind)
 
 
 def _row_major(mesh: jax.sharding.Mesh, array: Any) -> Format:

@@ -6,6 +6,7 @@ holds the implementations of all platforms (:func:`jax.lax.platform_dependent`);
 
 A kernel says by ``supports(...)`` why it cannot take some operands and, where XLA is known to do as
 well, by ``redundant(...)`` why nothing is lost without it: ``make accelerators`` compares the two.
+Where that differs between TPUs, :func:`tpu_kind` is asked.
 """
 
 import contextlib
@@ -16,9 +17,20 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
 
-__all__ = ['KERNELS', 'PLAIN', 'Backend', 'Choice', 'FallbackError', 'recording', 'run']
+__all__ = [
+    'KERNELS',
+    'PLAIN',
+    'Backend',
+    'Choice',
+    'FallbackError',
+    'on_tpu',
+    'recording',
+    'run',
+    'tpu_kind',
+]
 
 KERNELS = {'cuda': 'triton', 'tpu': 'mosaic'}
 """The kind of kernel of each platform."""
@@ -26,6 +38,7 @@ KERNELS = {'cuda': 'triton', 'tpu': 'mosaic'}
 logger = logging.getLogger('braintrace_fast')
 _logged: set[Any] = set()
 _record: ContextVar[list['Choice'] | None] = ContextVar('record', default=None)
+_kind: ContextVar[str | None] = ContextVar('kind', default=None)
 
 
 class FallbackError(RuntimeError):
@@ -82,6 +95,34 @@ def recording() -> Iterator[list[Choice]]:
         yield found
     finally:
         _record.reset(token)
+
+
+@contextlib.contextmanager
+def on_tpu(kind: str) -> Iterator[None]:
+    """Choose as for a kind of TPU, whatever this process has.
+
+    Parameters
+    ----------
+    kind : str
+        As ``device_kind`` of a device names it, such as ``'TPU v4'``.
+    """
+    token = _kind.set(kind)
+    try:
+        yield
+    finally:
+        _kind.reset(token)
+
+
+def tpu_kind() -> str | None:
+    """The kind of TPU that programs of this process run on; None if there is none.
+
+    A program does not know which device it is traced for: this is the first one, or that of
+    :func:`on_tpu`.
+    """
+    if (stated := _kind.get()) is not None:
+        return stated
+    first = jax.devices()[0]
+    return first.device_kind if first.platform == 'tpu' else None
 
 
 def run(

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .._pallas import result, split
 from .window import Scan, Window, reason, window
 
-__all__ = ['Tile', 'choose_tile', 'chunk_bytes', 'run', 'supports', 'vmem_bytes']
+__all__ = ['Tile', 'choose_tile', 'chunk_bytes', 'loop_bytes', 'run', 'supports', 'vmem_bytes']
 
 LANES = 128
 REGISTERS = 64
@@ -70,6 +70,14 @@ def vmem_bytes(w: Window, tile: Tile) -> int:
     """What a grid cell holds at most: the chunk, the state, two buffers for its start and end."""
     plane = 4 * _rows_per_tile(w) * pl.cdiv(tile.lanes, LANES) * LANES
     return chunk_bytes(w, tile) + plane * (len(w.starts) + 2 * len(w.arrays) + 2 * w.final)
+
+
+def loop_bytes(w: Window) -> int:
+    """The state and the results of all steps, padded to whole tiles: what XLA's loop writes."""
+    *lead, rows, lanes = (1, w.steps, *w.shape)
+    packed = 32 // w.dtype.itemsize
+    padded = math.prod(lead) * pl.cdiv(rows, packed) * packed * pl.cdiv(lanes, LANES) * LANES
+    return w.dtype.itemsize * padded * (w.ys * w.steps + len(w.starts)) // w.steps
 
 
 def supports(scan: Scan) -> str | None:

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from accelerators import checks
 from accelerators.blocks import block_bytes
 from accelerators.cases import (
     adjoint_scan,
@@ -19,7 +20,7 @@ from accelerators.cases import (
     stacked_walk,
     trace_step,
 )
-from accelerators.checks import TARGETS, Row, faults_of_comparison
+from accelerators.checks import TARGETS, Row, faults_of_comparison, taken
 from accelerators.hlo import copies, moved
 from accelerators.report import as_line, document
 from accelerators.windows import WindowRow, launches
@@ -62,6 +63,13 @@ def test_the_bytes_of_a_loop_are_refused():
 
 LOOP = """HloModule jit_run, is_scheduled=true
 
+%fused (p: f32[4], q: f32[8,4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %q = f32[8,4]{1,0} parameter(1)
+  %first = f32[4]{0} slice(%q), slice={[0:1], [0:4]}
+  ROOT %sum = f32[4]{0} add(%p, %first)
+}
+
 %body (state: (f32[4], f32[8,4])) -> (f32[4], f32[8,4]) {
   %state = (f32[4], f32[8,4]) parameter(0)
   %old = f32[4]{0} get-tuple-element(%state), index=0
@@ -83,6 +91,51 @@ ENTRY %main.1 (a: f32[4], b: f32[8,4]) -> f32[4] {
 def test_a_loop_touches_one_step_at_a_time():
     old, step, new = 16, 16, 16
     assert moved(LOOP, steps=8) == 8 * (old + step + new)
+
+
+UPDATED = """HloModule jit_run, is_scheduled=true
+
+%fused (a: f32[8,4], b: f32[8,4], i: s32[]) -> (f32[8,4], f32[8,4]) {
+  %b = f32[8,4]{1,0} parameter(1)
+  %a = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(2)
+  %flat = f32[8,4]{1,0} bitcast(%a)
+  %row = f32[1,4]{1,0} dynamic-slice(%b, %i), dynamic_slice_sizes={1,4}
+  %one = f32[8,4]{1,0} dynamic-update-slice(%flat, %row, %i)
+  %two = f32[8,4]{1,0} dynamic-update-slice(%b, %row, %i)
+  ROOT %both = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%one, %two)
+}
+
+%body (state: (f32[8,4], f32[8,4], f32[8,4])) -> (f32[8,4], f32[8,4], f32[8,4]) {
+  %state = (f32[8,4], f32[8,4], f32[8,4]) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%state), index=0
+  %y = f32[8,4]{1,0} get-tuple-element(%state), index=1
+  %z = f32[8,4]{1,0} get-tuple-element(%state), index=2
+  %at = s32[]{:S(6)} constant(1)
+  %pair = (f32[8,4]{1,0}, f32[8,4]{1,0}) fusion(%x, %y, %at), kind=kLoop, calls=%fused
+  %w = f32[8,4]{1,0} get-tuple-element(%pair), index=0
+  %v = f32[8,4]{1,0} dynamic-update-slice(%z, %x, %at)
+  ROOT %new = (f32[8,4], f32[8,4], f32[8,4]) tuple(%w, %y, %v)
+}
+
+ENTRY %main.1 (a: f32[8,4], b: f32[8,4], c: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = f32[8,4]{1,0} parameter(1)
+  %c = f32[8,4]{1,0} parameter(2)
+  %start = (f32[8,4], f32[8,4], f32[8,4]) tuple(%a, %b, %c)
+  %end = (f32[8,4], f32[8,4], f32[8,4]) while(%start), condition=%go, body=%body
+  ROOT %last = f32[8,4]{1,0} get-tuple-element(%end), index=0
+}
+"""
+
+
+def test_what_is_only_updated_in_part_is_not_read():
+    fused, alone = 16 + 2 * 16, 16 + 16  # %y, of which a row is read too, and %x
+    assert moved(UPDATED, steps=8) == 8 * (fused + alone)
+    read_within = UPDATED.replace('tuple(%one, %two)', 'tuple(%one, %sum)').replace(
+        '  ROOT %both', '  %sum = f32[8,4]{1,0} add(%one, %two)\n  ROOT %both'
+    )
+    assert moved(read_within, steps=8) == 8 * (fused + 16 + alone)
 
 
 THUNKS = """001: kCopy         [source       | next=002 (1)] kCopy
@@ -140,11 +193,55 @@ def test_a_window_that_launches_too_much_is_caught():
         ('jax', 150, 300, 'auto takes plain JAX, which moves 150'),
     ],
 )
-@pytest.mark.parametrize('op', ['trace_step', 'hidden_jacobian'])
+@pytest.mark.parametrize('op', ['trace_step', 'hidden_jacobian', 'adjoint_scan'])
 def test_a_kernel_that_is_not_worth_it_is_caught(op, auto, planes, stacked, fault):
     row = Row(op, '', '', 'v5e', moved=100, planes=planes, stacked=stacked, auto=auto)
     found = faults_of_comparison(row, halved=True)
     assert found == [] if fault is None else fault in found[0] and len(found) == 1
+
+
+KINDS = {
+    'v4': 'TPU v4',
+    'v5e': 'TPU v5 lite',
+    'v5p': 'TPU v5',
+    'v6e': 'TPU v6 lite',
+    'tpu7x': 'TPU7x',
+}
+
+
+def test_what_auto_takes_is_asked_for_each_target(monkeypatch):
+    monkeypatch.setattr(checks, 'device_kind', KINDS.__getitem__)
+    case = adjoint_scan(2, 7, (3, 37), 'float32')
+    assert [taken(case, target) for target in TARGETS] == ['kernel'] * 3 + [
+        'jax',
+        'jax',
+        'kernel',
+        'jax',
+        'jax',
+    ]
+    large = adjoint_scan(1, 64, (256, 512), 'float32')
+    assert [taken(large, t) for t in KINDS] == ['jax', 'jax', 'kernel', 'jax', 'kernel']
+
+
+def test_there_are_cases_on_both_sides_of_what_auto_takes_on_tpus(monkeypatch):
+    monkeypatch.setattr(checks, 'device_kind', KINDS.__getitem__)
+    made = [make() for make in all_cases() if make.func is adjoint_scan]
+    plain = {
+        case.shape: [target for target in KINDS if taken(case, target) == 'jax']
+        for case in made
+        if 'mosaic' in case.compared
+    }
+    but_v5p = ['v4', 'v5e', 'v6e', 'tpu7x']
+    assert plain == {
+        'S=1, K=64, (8, 512)': but_v5p,
+        'S=2, K=64, (8, 512)': but_v5p,
+        'S=3, K=64, (8, 512)': [],
+        'S=4, K=64, (8, 512)': [],
+        'S=1, K=64, (256, 512)': ['v4', 'v5e', 'v6e'],
+        'S=2, K=128, (256, 512)': [],
+        'S=1, K=64, (8, 512), 1 within': [],
+        'S=1, K=64, (8, 512), 2 within': but_v5p,
+    }
 
 
 @pytest.mark.parametrize(('kept', 'rows'), [(False, 3), (True, 1)])

@@ -1,7 +1,9 @@
 """Which implementation runs: by platform, by what is asked for, and with reasons."""
 
+import contextlib
 import functools
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
+from accelerators.cases import adjoint_scan as adjoint_case
 from accelerators.cases import trace_step as trace_case
 from braintrace_fast import config
 from braintrace_fast.kernels import dispatch
+from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.dispatch import PLAIN, Backend, FallbackError
 from braintrace_fast.kernels.factored_trace import mosaic, smooth
 from braintrace_fast.kernels.trace_step import trace_step
@@ -169,6 +173,109 @@ def test_auto_takes_plain_jax_where_it_moves_as_few_bytes(planes, options, cuda,
     assert trace_choices(Backend('pallas'), planes, **options) == asked
     strict = auto._replace(strict=frozenset({'cuda', 'tpu'}))
     assert trace_choices(strict, planes, **options) == asked
+
+
+def run_adjoint(backend, *args, **options):
+    """A function of the operands of a case, and those."""
+    case = adjoint_case(*args, **options)
+
+    def api(D, f, L, R, carry, c, within):
+        return adjoint_scan(D, f, L, R, carry=carry, c=c, within=within, backend=backend)
+
+    return case.bind(api), case.operands
+
+
+def adjoint_choice(backend, *args, **options):
+    """What runs a case on TPUs, and why."""
+    run, operands = run_adjoint(backend, *args, **options)
+    with dispatch.recording() as choices:
+        jax.eval_shape(run, *operands)
+    return next((c.implementation, c.reason) for c in choices if c.platform == 'tpu')
+
+
+AUTO = Backend('pallas', auto=True)
+SMALL = (2, 7, (3, 37), 'float32')
+AS_FEW = ['TPU v4', 'TPU v5 lite', 'TPU v5e', 'TPU v6 lite', 'TPU v6e', 'TPU7x']
+
+
+@pytest.mark.parametrize('kind', AS_FEW)
+def test_auto_goes_back_in_plain_jax_on_tpus_where_that_moves_as_few_bytes(kind):
+    with dispatch.on_tpu(kind):
+        implementation, reason = adjoint_choice(AUTO, *SMALL)
+        assert implementation == 'jax'
+        assert f'as few bytes on a {kind} for one or two states and up to' in reason
+        for asked in (Backend('pallas'), AUTO._replace(strict=frozenset({'tpu'}))):
+            assert adjoint_choice(asked, *SMALL)[0] == 'mosaic'
+
+
+@pytest.mark.parametrize('kind', [None, 'TPU v5', 'TPU v5p', 'TPU v3', 'TPU of another time'])
+def test_auto_goes_back_by_the_kernel_on_other_tpus_and_where_none_is_known(kind):
+    with dispatch.on_tpu(kind) if kind else contextlib.nullcontext():
+        found = adjoint_choice(AUTO, *SMALL)
+    assert found == ('mosaic', 'moves fewer bytes than XLA')
+
+
+@pytest.mark.parametrize(
+    ('size', 'steps', 'shape', 'within', 'v4', 'v7'),
+    [
+        (1, 64, (8, 512), 0, 'jax', 'jax'),
+        (3, 64, (8, 512), 0, 'mosaic', 'mosaic'),
+        (1, 64, (8, 512), 1, 'mosaic', 'mosaic'),
+        (1, 64, (8, 512), 2, 'jax', 'jax'),
+        (2, 64, (8, 512), 2, 'mosaic', 'mosaic'),
+        (1, 64, (256, 512), 0, 'jax', 'mosaic'),
+        (2, 128, (256, 512), 0, 'mosaic', 'mosaic'),
+        (1, 128, (33, 129), 0, 'jax', 'jax'),
+        (1, 400, (33, 129), 0, 'jax', 'mosaic'),  # 13 MiB, and 32 with the padding
+    ],
+)
+def test_how_much_a_tpu_holds_decides_and_who_reads_the_signal(size, steps, shape, within, v4, v7):
+    for kind, expected in (('TPU v4', v4), ('TPU7x', v7), ('TPU v5', 'mosaic')):
+        with dispatch.on_tpu(kind):
+            found, _ = adjoint_choice(AUTO, size, steps, shape, 'float32', within=within)
+        assert found == expected, kind
+
+
+@pytest.mark.parametrize(
+    ('own', 'signal', 'expected'),
+    [(True, True, 'jax'), (False, True, 'mosaic'), (True, False, 'mosaic')],
+)
+def test_the_kernel_goes_back_without_a_signal_and_if_a_state_does_not_last(own, signal, expected):
+    plane = jax.ShapeDtypeStruct((7, 3, 37), jnp.float32)
+    D, vector = [[plane, plane], [None, plane if own else None]], [plane, plane]
+    api = functools.partial(adjoint_scan, carry=True, backend=AUTO)
+    with dispatch.on_tpu('TPU v4'), dispatch.recording() as choices:
+        jax.eval_shape(api, D, [vector], vector if signal else None)
+    assert {c.platform: c.implementation for c in choices}['tpu'] == expected
+
+
+@pytest.mark.parametrize(('kind', 'calls'), [('TPU v4', 0), ('TPU v5', 1)])
+def test_a_program_for_a_tpu_has_the_kernel_that_its_kind_needs(kind, calls):
+    run, operands = run_adjoint(AUTO, *SMALL)
+    with dispatch.on_tpu(kind):
+        assert count_calls(lowered(run, *operands, platform='tpu'), 'tpu') == calls
+
+
+def test_the_kind_is_that_of_the_first_tpu_or_as_stated(monkeypatch):
+    assert dispatch.tpu_kind() is None  # on a CPU
+    with dispatch.on_tpu('TPU v4'):
+        with dispatch.on_tpu('TPU7x'):
+            assert dispatch.tpu_kind() == 'TPU7x'
+        assert dispatch.tpu_kind() == 'TPU v4'
+    assert dispatch.tpu_kind() is None
+    for platform, kind in (('tpu', 'TPU v6 lite'), ('gpu', None)):
+        device = SimpleNamespace(platform=platform, device_kind='TPU v6 lite')
+        monkeypatch.setattr(jax, 'devices', lambda device=device: [device])
+        assert dispatch.tpu_kind() == kind
+
+
+def test_the_report_names_the_kind_of_tpu(monkeypatch):
+    model, inputs = MODELS['gru'].build(3)
+    learner = btf.compile(model, 'd_rtrl', inputs(0, 1)[0], batch_size=3)
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+    with dispatch.on_tpu('TPU v4'):
+        report = str(learner.with_backend('auto').report())
+    assert 'adjoint_scan on tpu: jax, XLA moves as few bytes on a TPU v4' in report
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_traces(op, shape, name):
 
 def adjoint(api):
     """The entry point with the arguments of an implementation."""
-    return lambda D, f, L, R, carry, c: api(D, f, L, R, c=c, carry=carry)
+    return lambda D, f, L, R, carry, c, within: api(D, f, L, R, c=c, within=within, carry=carry)
 
 
 @BACKENDS
