@@ -11,7 +11,7 @@ import braintrace_fast as btf
 from braintrace_fast.kernels import dispatch
 from braintrace_fast.kernels.outer import triton as outer_triton
 from braintrace_fast.runtime import factorized, materialized
-from tests.kernel_checks import absent, called, count_calls, lowered
+from tests.kernel_checks import absent, called
 from tests.models import MODELS
 
 RULES = {
@@ -25,36 +25,71 @@ OPS = {
     'pp_prop': {'hidden_jacobian', 'factored_trace', 'factored_trace.smooth'},
 }
 OPS['eprop'] = OPS['three_factor'] = OPS['d_rtrl']
-LACKING = {
-    'vanilla': {'trace_carry'},  # its trace does not outlive a step
-    'drop_connect': {'adjoint_scan', 'trace_carry'},  # which is no window
-    **dict.fromkeys(
-        ['cond_transition', 'while', 'learned_leak', 'hidden_group_state'], {'hidden_jacobian'}
-    ),
-}
-"""What no kernel runs of a model."""
+ENGINES = ['d_rtrl', 'pp_prop', 'eprop']
+"""A rule for each engine."""
+NO_TILES = {'cond_transition', 'while', 'learned_leak', 'hidden_group_state'}
+"""Models whose Jacobians no kernel takes."""
 
-FEW = [('lif_expon', 'd_rtrl'), ('lif_expon', 'pp_prop'), ('alif_expon', 'eprop')]
+FEW = ['lif_expon', 'gru', 'learned_leak']
+
+
+def expected_ops(name, rule, kind='triton'):
+    """What kernels run of a model."""
+    lacking = {'hidden_jacobian'} if name in NO_TILES else set()
+    if name == 'drop_connect':  # which is no window
+        lacking = OPS[rule] - {'hidden_jacobian'}
+    if (name, rule) == ('vanilla', 'd_rtrl'):  # its trace does not outlive a step
+        lacking = {'trace_carry'}
+    if (name, rule, kind) == ('gif_expon', 'eprop', 'triton'):  # too many planes to hold
+        lacking = {'trace_carry'}
+    return OPS[rule] - lacking
+
+
+def slow_but_for(one, *few):
+    return () if one in few else pytest.mark.slow
+
+
+def on_the_table(*few, without=()):
+    """All models with a rule for each engine; slow but for a few models."""
+    return pytest.mark.parametrize(
+        ('name', 'rule'),
+        [
+            pytest.param(name, rule, marks=slow_but_for(name, *few))
+            for rule in ENGINES
+            for name in MODELS
+            if name not in without
+        ],
+    )
 
 
 def new_learner(name, rule, **options):
     model, inputs = MODELS[name].build(3)
-    xs = inputs(0, 5)
+    xs = inputs(0, 6)
     algorithm, own = RULES[rule]
     learner = algorithm(model, **own, **options)
     learner.compile_graph(jax.tree.map(lambda a: a[0], xs))
     return learner, xs
 
 
-def gradient(learner, xs, start, **options):
+def loss_of(learner):
+    return lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)
+
+
+def restart(learner, start):
     brainstate.random.seed(3)
     for state, value in start:
         state.value = value
     learner.reset_state()
-    first, rest = (jax.tree.map(lambda a, p=part: a[p], xs) for part in (slice(2), slice(2, None)))
-    loss = lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)  # noqa: E731
-    learner.etrace_evolve(first)
-    return learner.etrace_grad(rest, step_fn=loss, **options)
+
+
+def gradients(learner, xs, start, first='grad'):
+    """Of two halves of a sequence, the second with the trace of the first."""
+    restart(learner, start)
+    loss = loss_of(learner)
+    run = brainstate.transform.jit(lambda xs: learner.etrace_grad(xs, step_fn=loss))
+    begin = brainstate.transform.jit(learner.etrace_evolve) if first == 'evolve' else run
+    halves = [jax.tree.map(lambda a, p=part: a[p], xs) for part in (slice(3), slice(3, 6))]
+    return begin(halves[0]), run(halves[1])
 
 
 def start_of(learner):
@@ -66,84 +101,114 @@ def assert_same(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max() + 1e-6))
 
 
-def check(name, rule, backends):
-    learner, xs = new_learner(name, rule)
-    start = start_of(learner)
-    expected = gradient(learner, xs, start)
-    assert any(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(expected))
-    for backend in backends:
-        other = learner.with_backend(backend)
-        with dispatch.recording() as choices:
-            found = gradient(other, xs, start)
-        assert_same(found, expected)
-        if backend == 'interpret':
-            assert run_by_kernels(choices) == OPS[rule] - LACKING.get(name, set())
-            assert run_by_kernels(choices) <= run_by_kernels(other.choices)
-
-
 def run_by_kernels(choices):
     return {choice.op for choice in choices if choice.implementation == 'triton'}
 
 
-@pytest.mark.parametrize(
-    ('name', 'rule'),
-    [pytest.param(*few, marks=pytest.mark.slow if 'eprop' in few else ()) for few in FEW],
-)
+@on_the_table(*FEW)
 def test_backends_agree(name, rule):
-    check(name, rule, ['interpret', 'pallas'])
+    learner, xs = new_learner(name, rule)
+    start, first = start_of(learner), 'evolve' if rule == 'd_rtrl' else 'grad'
+    expected = gradients(learner, xs, start, first)
+    assert any(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(expected[1]))
+    for backend in ('interpret', 'pallas') if name in FEW else ('interpret',):
+        other = learner.with_backend(backend)
+        with dispatch.recording() as choices:
+            found = gradients(other, xs, start, first)
+        assert_same(found, expected)
+        if backend == 'interpret':
+            assert run_by_kernels(choices) == expected_ops(name, rule)
+            assert run_by_kernels(choices) <= run_by_kernels(other.choices)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', [name for name in MODELS if (name, 'd_rtrl') not in FEW])
-def test_backends_agree_on_the_table(name):
-    check(name, 'd_rtrl', ['interpret'])
+def step_gradient(learner):
+    """Of a step, in which the trace moves."""
+    return brainstate.transform.grad(loss_of(learner), learner.param_states)
 
 
 @pytest.mark.parametrize('name', ['lif_expon', 'gru'])
-def test_steps_agree(name):
-    """Called step by step, where the trace moves in every step."""
-    learner, xs = new_learner(name, 'd_rtrl')
+@pytest.mark.parametrize('rule', [pytest.param(r, marks=slow_but_for(r, 'd_rtrl')) for r in RULES])
+def test_steps_agree(name, rule):
+    learner, xs = new_learner(name, rule)
     start = start_of(learner)
 
     def run(learner):
-        for state, value in start:
-            state.value = value
-        learner.reset_state()
-        weights = learner.param_states
+        restart(learner, start)
+        step = brainstate.transform.jit(step_gradient(learner))
+        return [step(jax.tree.map(lambda a, t=t: a[t], xs)) for t in range(3)]
 
-        def loss(x):
-            return jnp.sum(u.get_mantissa(learner(x)) ** 2)
-
-        return [
-            brainstate.transform.grad(loss, weights)(jax.tree.map(lambda a, t=t: a[t], xs))
-            for t in range(3)
-        ]
-
-    assert_same(run(learner.with_backend('interpret')), run(learner))
+    expected = run(learner)
+    assert any(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(expected[2]))
+    assert_same(run(learner.with_backend('interpret')), expected)
 
 
-def module_of(learner, xs, platform):
-    """The gradient over a sequence, lowered."""
+@pytest.mark.slow
+@pytest.mark.parametrize('rule', ENGINES)
+def test_windows_in_full_agree(rule):
+    """Windows that are differentiated in full, and read the trace at their start."""
+    learner, xs = new_learner('lif_expon', rule, vjp_method='multi-step')
+    start = start_of(learner)
 
-    def run(xs):
-        loss = lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)  # noqa: E731
-        return learner.etrace_grad(xs, step_fn=loss)
+    def run(learner):
+        restart(learner, start)
 
+        def losses(x):
+            return jnp.sum(u.get_mantissa(learner(btf.MultiStepData(x))) ** 2, axis=(1, 2))
+
+        options = {'step_fn': losses, 'chunk_size': 2}
+        return brainstate.transform.jit(lambda xs: learner.etrace_grad(xs, **options))(xs)
+
+    expected = run(learner)
+    assert any(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(expected))
+    with dispatch.recording() as choices:
+        assert_same(run(learner.with_backend('interpret')), expected)
+    assert run_by_kernels(choices) == OPS[rule] - {'factored_trace.smooth'}
+
+
+def kernels_in(run, x):
+    """The names of the kernels in a function of states, lowered for each platform."""
     function = brainstate.transform.StatefulFunction(run, return_only_write=False)
-    with absent(platform):
-        function.make_jaxpr(xs)
-    values = [state.value for state in function.get_state_trace(xs).states]
-    return lowered(function.jaxpr_call, values, xs, platform=platform)
+    with absent('cuda'):
+        function.make_jaxpr(x)
+        values = [state.value for state in function.get_state_trace(x).states]
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (values, x))
+        traced = jax.jit(function.jaxpr_call).trace(*shapes)
+    found = {}
+    for platform in dispatch.KERNELS:
+        with absent(platform):
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+        found[platform] = {*called(text, platform)}
+    return found
 
 
-@pytest.mark.parametrize('platform', ['cuda', 'tpu'])
-@pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop'])
-def test_the_kernels_are_in_what_is_lowered(rule, platform):
+def names_of(ops):
+    return {op.split('.')[-1] for op in ops}
+
+
+# It checks its random numbers by a callback, which is lowered only where there is a device.
+@on_the_table('lif_expon', without=['drop_connect'])
+def test_the_kernels_are_in_what_is_lowered(name, rule):
+    learner, xs = new_learner(name, rule, backend='pallas')
+    found = kernels_in(lambda xs: learner.etrace_grad(xs, step_fn=loss_of(learner)), xs)
+    assert found == {
+        platform: names_of(expected_ops(name, rule, kind))
+        for platform, kind in dispatch.KERNELS.items()
+    }
+
+
+@pytest.mark.parametrize('rule', ENGINES)
+def test_the_kernels_are_in_a_step_that_is_lowered(rule):
     learner, xs = new_learner('lif_expon', rule, backend='pallas')
-    plain = learner.with_backend('jax')
-    names = called(module_of(learner, xs, platform), platform)
-    assert {*names} == {op.split('.')[-1] for op in OPS[rule]}
-    assert count_calls(module_of(plain, xs, platform), platform) == 0
+    found = kernels_in(step_gradient(learner), jax.tree.map(lambda a: a[0], xs))
+    step = {'hidden_jacobian'} if rule == 'pp_prop' else {'hidden_jacobian', 'trace_step'}
+    assert found == dict.fromkeys(dispatch.KERNELS, step)
+
+
+@pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop'])
+def test_plain_jax_is_lowered_without_kernels(rule):
+    learner, xs = new_learner('lif_expon', rule, backend='jax')
+    found = kernels_in(lambda xs: learner.etrace_grad(xs, step_fn=loss_of(learner)), xs)
+    assert found == dict.fromkeys(dispatch.KERNELS, set())
 
 
 @pytest.mark.parametrize(
@@ -180,9 +245,8 @@ def test_the_report_says_what_a_gradient_runs(rule, rows, monkeypatch):
     """Signals are operands too, of which a kernel holds only so many."""
     monkeypatch.setattr(outer_triton, 'ROWS', rows)
     learner, xs = new_learner('lif_expon', rule, backend='pallas')
-    loss = lambda x: jnp.sum(u.get_mantissa(learner(x)) ** 2)  # noqa: E731
     with dispatch.recording() as choices:
-        learner.etrace_grad(xs, step_fn=loss)
+        learner.etrace_grad(xs, step_fn=loss_of(learner))
     assert any(choice.op == 'trace_carry' for choice in choices)
     # Reasons count planes, and which of them a loss reads is not known before.
     assert {choice[:3] for choice in choices} <= {choice[:3] for choice in learner.choices}
@@ -215,9 +279,7 @@ def test_stochastic_rounding_is_the_same_on_every_backend(windows, rule):
     start = start_of(learner)
 
     def trace_of(learner):
-        for state, value in start:
-            state.value = value
-        learner.reset_state()
+        restart(learner, start)
         if windows:
             learner.etrace_evolve(xs)
         else:
