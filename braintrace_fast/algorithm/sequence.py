@@ -14,7 +14,7 @@ from ..runtime.factors import Entry, Factors, Signals, Zeros, as_window, stacked
 from ..runtime.fission import StatefulLoop
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import MultiStepData, SingleStepData
-from ..runtime.planner import Plan, parse_bytes, plan_windows
+from ..runtime.planner import Plan, parse_bytes, plan_windows, tree_bytes
 
 __all__ = ['Recorder', 'SequenceDriverMixin', 'Windows']
 
@@ -316,7 +316,7 @@ class SequenceDriverMixin:
 
         zeros = jax.tree.map(jnp.zeros_like, [state.value for state in weights])
         parts = {**like_factors._asdict(), **like_signals._asdict()}
-        return self._run_windows(window, zeros, inputs, windows, parts)
+        return self._run_windows(window, zeros, inputs, windows, parts, loop.bytes_per_step)
 
     def _evolve_windows(
         self, call: Callable[..., Any], sequences: tuple[PyTree, ...], windows: Windows
@@ -344,7 +344,8 @@ class SequenceDriverMixin:
             trace = self.engine.window(None, entry, factors, None, index, not alone)
             return total, trace, outputs
 
-        return self._run_windows(window, (), sequences, windows, like_factors._asdict())[1]
+        parts = like_factors._asdict()
+        return self._run_windows(window, (), sequences, windows, parts, loop.bytes_per_step)[1]
 
     def _run_windows(
         self,
@@ -353,6 +354,7 @@ class SequenceDriverMixin:
         inputs: PyTree,
         windows: Windows,
         parts: Mapping[str, PyTree],
+        loop_bytes: int,
     ) -> tuple[Any, Any]:
         """Run windows one after the other."""
         inputs = jax.tree.map(jnp.asarray, inputs)
@@ -360,7 +362,7 @@ class SequenceDriverMixin:
             self.forget()
         index = self.running_index.value
         entry: Entry | None = Entry(self.trace.value, self.trace_is_live.value)
-        choices = windows.every, windows.fresh, windows.budget
+        choices = windows.every, windows.fresh, windows.budget, loop_bytes + tree_bytes(parts)
         plan = plan_windows(window, inputs, (total, entry, index), *choices)
         self.plan = plan.describe(parts, self.trace.value)
         alone = plan.windows == ((1, plan.steps),)

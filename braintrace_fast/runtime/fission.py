@@ -185,6 +185,13 @@ class StatefulLoop:
         return self._loop.shapes[1]
 
     @property
+    def bytes_per_step(self) -> int:
+        """The bytes of all that a step reads and computes, each by itself."""
+        parts = self._loop.parts
+        made = [v for eqn in (*parts.in_order, *parts.at_once) for v in eqn.outvars]
+        return sum(map(_bytes, (*parts.xs, *made)))
+
+    @property
     def are_zero(self) -> PyTree:
         """Which of the ``ys`` are zero in all steps, by the way they are computed."""
         parts = self._loop.parts

@@ -53,6 +53,9 @@ the sizes: longer windows are a few per cent faster at best, and take memory in 
 LITTLE = 2**22
 """But a window may have as many steps as take so few bytes: small ones are all overhead."""
 
+GENEROUS = 2
+"""Times what a step computes and what is carried: more than a window takes, by no look at it."""
+
 LATITUDE = 1.5
 """How many times more windows are taken if all then have the same length."""
 
@@ -119,7 +122,7 @@ class Plan:
     budget : int
         The bytes that a window may take.
     count : Count or None
-        The memory of a window; None if it was not looked at.
+        The memory of a window, or more; None if it was not looked at.
     parts : dict
         Bytes that each factor and signal adds per step, by the name of the factor.
     trace : int
@@ -174,8 +177,12 @@ def plan_windows(
     every: int | None,
     fresh: bool,
     budget: int,
+    step_bytes: int,
 ) -> Plan:
     """Choose windows.
+
+    To trace a window takes as long as to compile a few kernels. It is spared where a rough count,
+    which is too high, says that all fits.
 
     Parameters
     ----------
@@ -191,14 +198,21 @@ def plan_windows(
         Whether the trace is zero before the sequences and not wanted after.
     budget : int
         The bytes that a window may take.
+    step_bytes : int
+        The bytes of all that a step computes.
     """
     length = jax.tree.leaves(inputs)[0].shape[0]
     if every is not None:
         return Plan(split(length, every), f'trace_every={every}', budget)
+    without_trace = 'all fit, and need no trace'
+    rough = Count(GENEROUS * tree_bytes(args), GENEROUS * step_bytes)
+    if rough.bytes(length) <= budget and (fresh or length <= ENOUGH):
+        reason = without_trace if fresh else 'all fit'
+        return Plan(((1, length),), f'{reason}, by a rough count', budget, rough)
     if fresh:
         count = count_window(window, inputs, args[0], None, args[2])
         if count.steps(budget) >= length:
-            return Plan(((1, length),), 'all fit, and need no trace', budget, count)
+            return Plan(((1, length),), without_trace, budget, count)
     count = count_window(window, inputs, *args)
     fitting, enough = count.steps(budget), max(ENOUGH, LITTLE // max(count.per_step, 1))
     steps = min(fitting, enough, length)

@@ -89,9 +89,33 @@ def test_the_compiled_program_stays_within_the_budget(model, rule):
         assert budget / 4 < found <= budget
 
 
-def counted(learner):
-    temporary_bytes(learner, 1, memory_budget='1TB')
+def counted(learner, length=1000, **options):
+    """By default so many steps that a rough count does not decide."""
+    temporary_bytes(learner, length, memory_budget='1TB', **options)
     return learner.plan.count
+
+
+@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize('model', MODELS)
+def test_a_rough_count_is_too_high(model, rule):
+    learner = new_learner(model, rule)
+    exact = counted(learner)
+    for options in ({}, {'trace': 'fresh'}):
+        rough = counted(learner, 30, **options)
+        assert learner.plan.windows == ((1, 30),) and 'by a rough count' in learner.report(1)
+        for steps in (1, 30, planner.ENOUGH):
+            assert exact.bytes(steps) <= rough.bytes(steps) < 30 * exact.bytes(steps)
+
+
+def test_what_fits_by_a_rough_count_is_not_traced(monkeypatch):
+    learner, traced = new_learner(), []
+    monkeypatch.setattr(planner, 'count_window', lambda *args: traced.append(1) or Count(1, 1))
+    for length, budget, times in (30, '1TB', 0), (101, '1TB', 1), (30, '1MB', 1):
+        temporary_bytes(learner, length, memory_budget=budget)
+        assert len(traced) == times
+        traced.clear()
+    temporary_bytes(learner, 101, memory_budget='1TB', trace='fresh')
+    assert not traced
 
 
 @pytest.mark.parametrize('rule', RULES)
@@ -106,11 +130,13 @@ def test_memory_does_not_grow_with_the_sequence(rule):
 
 def test_fresh_sequences_in_one_window_need_no_trace():
     learner = new_learner('gru')
-    temporary_bytes(learner, 30, memory_budget='1GB', trace='fresh')
+    budget = counted(learner).bytes(30)
+    temporary_bytes(learner, 30, memory_budget=budget)
+    assert learner.plan.bytes == budget and learner.plan.windows == ((1, 30),)
+    temporary_bytes(learner, 30, memory_budget=budget, trace='fresh')
     without = learner.plan
-    assert without.windows == ((1, 30),) and 'no trace' in without.reason
-    temporary_bytes(learner, 30, memory_budget='1GB')
-    assert learner.plan.bytes > without.bytes
+    assert without.windows == ((1, 30),) and without.reason == 'all fit, and need no trace'
+    assert without.bytes < budget
     temporary_bytes(learner, 30, memory_budget=without.bytes, trace='fresh')
     assert learner.plan.windows == ((1, 30),)
     temporary_bytes(learner, 30, memory_budget=without.bytes - 1, trace='fresh')
@@ -269,7 +295,10 @@ def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, longest):
         return total, entry, jnp.cumsum(inputs, axis=0)
 
     inputs = jax.ShapeDtypeStruct((1000, floats), jnp.float32)
-    plan = plan_windows(window, inputs, (0.0, 0.0, 0), None, False, 2**40)
+    args = (jnp.zeros(1),) * 3
+    plan = plan_windows(window, inputs, args, None, False, 2**40, 4 * floats)
     assert plan.count.per_step == 8 * floats
     assert longest / 1.5 <= plan.steps <= longest and 'gain little' in plan.reason
-    assert plan_windows(window, inputs, (0.0, 0.0, 0), None, True, 2**40).steps == 1000
+    for budget, reason in (2**40, 'by a rough count'), (2000 * 4 * floats + 1, 'no trace'):
+        plan = plan_windows(window, inputs, args, None, True, budget, 4 * floats)
+        assert plan.steps == 1000 and reason in plan.reason
