@@ -14,7 +14,7 @@ The equations of the body fall into three parts:
   once for the step after which they are new and the one before which they are old.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import brainstate
@@ -31,6 +31,7 @@ from .._compat import (
     Var,
     build_jaxpr,
     equation_function,
+    jaxprs_in_params,
     open_jaxpr,
 )
 from .._typing import PyTree
@@ -188,8 +189,7 @@ class StatefulLoop:
     def bytes_per_step(self) -> int:
         """The bytes of all that a step reads and computes, each by itself."""
         parts = self._loop.parts
-        made = [v for eqn in (*parts.in_order, *parts.at_once) for v in eqn.outvars]
-        return sum(map(_bytes, (*parts.xs, *made)))
+        return sum(map(_bytes, (*parts.xs, *_made(parts.in_order), *_made(parts.at_once))))
 
     @property
     def are_zero(self) -> PyTree:
@@ -401,6 +401,14 @@ def _of_one_number(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], set[Var]]:
     even = even_arrays(eqns, lambda v: not v.aval.ndim)
     cheap = [eqn for eqn in eqns if eqn.outvars[0] in even and eqn.primitive.name in CHEAP]
     return cheap, {v for v in even if v.aval.size and v.aval.ndim}
+
+
+def _made(eqns: Sequence[JaxprEqn]) -> Iterator[Var]:
+    """What equations compute, those inside them included."""
+    for eqn in eqns:
+        yield from eqn.outvars
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _made(inner.eqns)
 
 
 def _bytes(v: Var) -> int:

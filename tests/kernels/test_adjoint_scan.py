@@ -309,11 +309,10 @@ def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
     assert all(bool(jnp.all(a == b)) for a, b in zip(found, same, strict=True))
     xs, x = jnp.asarray(dense['x']), np.full((BATCH, INPUTS), 0.5)
     left, xhat = smooth(xs, jnp.asarray(decay * x), decay)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-12),
-        smooth(xs, None, decay, reverse=True),
-        (lambda left, xhat: (left, xhat[::-1]))(*smooth(xs[::-1], jnp.zeros_like(x), decay)),
-    )
+    back_left, back = smooth(xs, None, decay, reverse=True)
+    forth_left, forth = smooth(xs[::-1], jnp.zeros_like(x), decay)
+    np.testing.assert_allclose(back, forth[::-1], rtol=1e-12)
+    np.testing.assert_allclose(back_left, forth_left, rtol=1e-12)
     fhat = start
     for t in range(dense['x'].shape[0]):
         past = np.einsum('sqbo,qbo->sbo', dense['D'][:, :, t], fhat)
