@@ -9,6 +9,7 @@ user asked for. A ``scatter`` at a fixed place is taken apart, so that its posit
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -121,14 +122,16 @@ def has_while(eqn: JaxprEqn) -> bool:
     return name == 'while' or any(map(has_while, inner))
 
 
-def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy) -> ClosedJaxpr:
+def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy, opens_ops: bool = False) -> ClosedJaxpr:
     """Inline calls and open control flow around ETP ops; see the module's docstring.
+
+    With ``opens_ops``, the ops themselves are replaced by what they compute, in plain JAX.
 
     Variables of the given jaxpr keep their identity; those of inlined bodies are renamed, because
     JAX shares one body between all its call sites.
     """
     jaxpr, consts = open_jaxpr(closed)
-    flattener = _Flattener(policy)
+    flattener = _Flattener(policy, opens_ops)
     flattener.constants.update(zip(jaxpr.constvars, consts, strict=True))
     env: dict[Var, Atom] = {}
     flattener.equations(jaxpr.eqns, env)
@@ -158,8 +161,9 @@ def _read(env: dict[Var, Atom], atom: Atom) -> Atom:
 
 
 class _Flattener:
-    def __init__(self, policy: ControlFlowPolicy) -> None:
+    def __init__(self, policy: ControlFlowPolicy, opens_ops: bool) -> None:
         self.policy = policy
+        self.opens_ops = opens_ops
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[Var, Any] = {}
         self.indices: dict[Var, int] = {}
@@ -212,6 +216,8 @@ class _Flattener:
         name = eqn.primitive.name
         if name in INLINED_CALLS:
             return self.inline(eqn, _body(eqn), operands)
+        if self.opens_ops and _is_etp(eqn):
+            return [self.call(eqn, partial(eqn.primitive.forward, **eqn.params), *operands)]
         if name == 'cond' and contains_etp_op(eqn):
             return self.convert_cond(eqn, operands)
         if name == 'scan' and contains_etp_op(eqn):

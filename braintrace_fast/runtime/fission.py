@@ -2,19 +2,26 @@
 
 A training loop computes, in every step, the next states and, beside them, a gradient that no later
 step waits for. Here the first part alone runs as a scan. The rest runs afterwards on all steps
-together: small products become large ones, and element-wise work is fused over time.
+together: small products become large ones, and element-wise work is fused over time. Products of
+inputs alone run before it, in the same way.
 
-The equations of the body fall into three parts:
+The equations of the body fall into four parts:
 
 - *fixed*: what depends on constants and on carried values that never change; computed once, but
   for arrays of one number, of which the number is kept;
+- *ahead*: products of what depends on no moving state with weights that do not change, mapped over
+  the steps. It spares the scan to read the weights in every step, and is done where that is more
+  than to write the results and to read them. A product of inputs and states side by side,
+  ``[x, h] @ w``, is taken apart for it: ``x @ w[:n] + h @ w[n:]``;
 - *in order*: what the carried values depend on, in a scan;
 - *at once*: all else, mapped over the steps. It computes again what is cheap, and reads the rest of
   what was computed in order from memory: from the states, where those say it all, which are kept
   once for the step after which they are new and the one before which they are old.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import brainstate
@@ -33,6 +40,8 @@ from .._compat import (
     equation_function,
     jaxprs_in_params,
     open_jaxpr,
+    rewire,
+    struct,
 )
 from .._typing import PyTree
 from ..compiler.alignment import even_arrays
@@ -115,7 +124,7 @@ class _Loop:
     ) -> None:
         closed, self.shapes = jax.make_jaxpr(body, return_shape=True)(carry, step)
         sizes = [len(jax.tree.leaves(part)) for part in self.shapes]
-        self.parts = _Parts(flatten(closed, OPAQUE), sizes, shows)
+        self.parts = _Parts(flatten(closed, OPAQUE, opens_ops=True), sizes, shows)
 
     def run(
         self, carry: PyTree, xs: PyTree, progress: Progress | None = None
@@ -189,7 +198,8 @@ class StatefulLoop:
     def bytes_per_step(self) -> int:
         """The bytes of all that a step reads and computes, each by itself."""
         parts = self._loop.parts
-        return sum(map(_bytes, (*parts.xs, *_made(parts.in_order), *_made(parts.at_once))))
+        eqns = *parts.ahead, *parts.in_order, *parts.at_once
+        return sum(map(_bytes, (*parts.xs, *_made(eqns))))
 
     @property
     def are_zero(self) -> PyTree:
@@ -219,7 +229,7 @@ class StatefulLoop:
 
 
 class _Parts:
-    """The three parts of a flat body."""
+    """The four parts of a flat body."""
 
     def __init__(
         self,
@@ -237,43 +247,45 @@ class _Parts:
         self.moving = [
             i for i, (a, b) in enumerate(zip(self.old, self.new, strict=True)) if a is not b
         ]
-        self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
         unmoved = [v for i, v in enumerate(self.old) if i not in set(self.moving)]
         self.given = [*self.constvars, *unmoved]
-        self.fixed = dict.fromkeys(self.given)
-        self.first: list[JaxprEqn] = []
-        varying: list[JaxprEqn] = []
-        for eqn in jaxpr.eqns:
-            if not eqn.effects and all(self.is_fixed(v) for v in eqn.invars):
-                self.first.append(eqn)
-                self.fixed.update(dict.fromkeys(eqn.outvars))
-            else:
-                varying.append(eqn)
+        eqns = _split_products(jaxpr.eqns, self.given, self.xs)
+        self.producer = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.first, varying = _divide(eqns, self.given)
+        self.fixed = dict.fromkeys([*self.given, *_outvars(self.first)])
 
         self.shown = self.ys if shows else []
         results = [*(self.new[i] for i in self.moving), *self.shown]
         again, self.even = _of_one_number(self.first)
         varying = [*again, *varying]
-        self.in_order = _needed_for(varying, results, set(), True)
+        foreseen, _ = _divide(varying, [*self.fixed, *self.xs])
+        products = {v for eqn in foreseen if _is_heavy(eqn, self.fixed) for v in eqn.outvars}
+        self.in_order = _needed_for(varying, results, products, True)
+        read_in_order = *results, *(v for eqn in self.in_order for v in eqn.invars)
+        self.foreseen = list(dict.fromkeys(v for v in read_in_order if _in(v, products)))
+        self.ahead = _needed_for(foreseen, self.foreseen, set(), False)
         self.sums = [_Sum(self, v) for v in self.terms]
         leaves = [v for s in self.sums for v in s.leaves]
         moving_ys = [v for v in self.ys if not self.is_fixed(v)]
         self.wanted: list[Any] = list(dict.fromkeys([*moving_ys, *leaves]))
         computed = {v: eqn.primitive.name for eqn in self.in_order for v in eqn.outvars}
         known = {v for v, name in computed.items() if name not in CHEAP}
-        known |= {self.old[i] for i in self.moving}
+        known |= {self.old[i] for i in self.moving} | set(self.foreseen)
         after = {self.new[i]: self.old[i] for i in self.moving if _in(self.new[i], computed)}
         choices = [_at_once(varying, self.wanted, k) for k in (known, known | set(after))]
         self.at_once, kept = min(
-            choices, key=lambda choice: sum(map(_bytes, {after.get(v, v) for v in choice[1]}))
+            choices,
+            key=lambda choice: sum(
+                map(_bytes, {after.get(v, v) for v in choice[1]}.difference(self.foreseen))
+            ),
         )
         # States that are read both old and new are kept in one array of a step more.
         self.states = [i for i in self.moving if {self.old[i], self.new[i]} <= set(kept)]
-        in_states = {v for i in self.states for v in (self.old[i], self.new[i])}
-        self.kept = [v for v in kept if v not in in_states]
-        eqns = *self.in_order, *self.at_once
-        atoms = *results, *self.wanted, *(v for eqn in eqns for v in eqn.invars)
+        elsewhere = {v for i in self.states for v in (self.old[i], self.new[i])}
+        elsewhere.update(self.foreseen)
+        self.kept = [v for v in kept if v not in elsewhere]
+        in_steps = *self.ahead, *self.in_order, *self.at_once
+        atoms = *results, *self.wanted, *(v for eqn in in_steps for v in eqn.invars)
         reads = {v for v in atoms if not isinstance(v, Literal)}
         made = {v for eqn in again for v in eqn.outvars}
         self.read = [v for v in self.fixed if v in reads and v not in made]
@@ -301,10 +313,13 @@ class _Parts:
         def whole() -> list[jax.Array]:
             return [jnp.broadcast_to(fixed[v], v.aval.shape) for v in self.read]
 
+        def ahead(x: Any) -> Any:
+            return _evaluate(self.ahead, [*self.read, *self.xs], self.foreseen, [*whole(), *x])
+
         def in_order(carry: Any, x: Any) -> Any:
             step, moving, states = carry
             outs = [*(self.new[i] for i in self.moving), *self.kept, *self.shown]
-            inputs = [*self.read, *moving_vars, *self.xs]
+            inputs = [*self.read, *moving_vars, *self.xs, *self.foreseen]
             found = _evaluate(self.in_order, inputs, outs, [*whole(), *moving, *x])
             end = len(moving) + len(self.kept)
             if self.shown:
@@ -317,17 +332,18 @@ class _Parts:
             return (step + 1, found[: len(moving)], states), found[len(moving) : end]
 
         def at_once(kept: Any, x: Any) -> Any:
-            inputs = [*self.read, *self.kept, *old_vars, *new_vars, *self.xs]
+            inputs = [*self.read, *self.kept, *old_vars, *new_vars, *self.xs, *self.foreseen]
             return _evaluate(self.at_once, inputs, self.wanted, [*whole(), *kept, *x])
 
+        xs = [*xs, *jax.vmap(ahead, axis_size=length)(list(xs))]
         start = [carry[i] for i in self.moving]
         rooms = [jnp.broadcast_to(carry[i], (length + 1, *carry[i].shape)) for i in self.states]
         first = (jnp.zeros((), jnp.int32), start, rooms)
-        (_, last, states), kept = lax.scan(in_order, first, list(xs))
+        (_, last, states), kept = lax.scan(in_order, first, xs)
         old_vars, new_vars = ([side[i] for i in self.states] for side in (self.old, self.new))
         before = [lax.slice_in_dim(a, 0, length) for a in states]
         kept = [*kept, *before, *(lax.slice_in_dim(a, 1, length + 1) for a in states)]
-        found = jax.vmap(at_once, axis_size=length)(kept, list(xs))
+        found = jax.vmap(at_once, axis_size=length)(kept, xs)
         ends = list(carry)
         for i, value in zip(self.moving, last, strict=True):
             ends[i] = value
@@ -394,6 +410,85 @@ def _at_once(
     needed = _needed_for(eqns, results, known, False)
     read = [v for eqn in needed for v in eqn.invars]
     return needed, list(dict.fromkeys(v for v in (*read, *results) if _in(v, known)))
+
+
+def _divide(
+    eqns: Sequence[JaxprEqn], known: Iterable[Var]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """The equations that read only what is known and what they make of it, and the others."""
+    known = set(known)
+    early: list[JaxprEqn] = []
+    late: list[JaxprEqn] = []
+    for eqn in eqns:
+        if not eqn.effects and all(isinstance(v, Literal) or v in known for v in eqn.invars):
+            early.append(eqn)
+            known.update(eqn.outvars)
+        else:
+            late.append(eqn)
+    return early, late
+
+
+def _is_heavy(eqn: JaxprEqn, fixed: Container[Var]) -> bool:
+    """Whether a product has more weights to read than results to write and to read again."""
+    weights = sum(_bytes(v) for v in eqn.invars if _in(v, fixed))
+    return eqn.primitive.name == 'dot_general' and weights > 2 * _bytes(eqn.outvars[0])
+
+
+def _split_products(
+    eqns: Sequence[JaxprEqn], given: Sequence[Var], xs: Sequence[Var]
+) -> list[JaxprEqn]:
+    """Take products apart whose left sides are joined of what is known ahead and what is not."""
+    fixed = {*given, *_outvars(_divide(eqns, given)[0])}
+    known = {*given, *xs, *_outvars(_divide(eqns, [*given, *xs])[0])}
+    joined = {eqn.outvars[0]: eqn for eqn in eqns if eqn.primitive.name == 'concatenate'}
+    found = []
+    for eqn in eqns:
+        pieces = _pieces(eqn, joined, fixed, known)
+        found += [eqn] if pieces is None else pieces
+    return found
+
+
+def _pieces(
+    eqn: JaxprEqn, joined: dict[Var, JaxprEqn], fixed: set[Var], known: set[Var]
+) -> list[JaxprEqn] | None:
+    """The equations of a product taken apart, if the part that is known ahead is worth it.
+
+    One with results of less than 32 bits stays whole: in two parts they would be rounded twice.
+    """
+    if eqn.primitive.name != 'dot_general' or not _in(eqn.invars[0], joined):
+        return None
+    left, weights = joined[eqn.invars[0]], eqn.invars[1]
+    axis, axes = left.params['dimension'], eqn.params['dimension_numbers'][0]
+    if axis not in axes[0] or not _in(weights, fixed) or eqn.outvars[0].aval.dtype.itemsize < 4:
+        return None
+    rows = axes[1][axes[0].index(axis)]
+    early = [_in(v, known) for v in left.invars]
+    num_early = sum(v.aval.shape[axis] for v in itertools.compress(left.invars, early))
+    share = num_early / weights.aval.shape[rows]
+    if all(early) or _bytes(weights) * share <= 2 * _bytes(eqn.outvars[0]):
+        return None
+
+    def product(weights: jax.Array, *parts: jax.Array) -> jax.Array:
+        products, end = [], 0
+        for _, run in itertools.groupby(zip(early, parts, strict=True), lambda pair: pair[0]):
+            part = lax.concatenate([array for _, array in run], axis)
+            start, end = end, end + part.shape[axis]
+            own = lax.slice_in_dim(weights, start, end, axis=rows)
+            products.append(lax.dot_general(part, own, **eqn.params))
+        return functools.reduce(lax.add, products)
+
+    operands = [weights, *left.invars]
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(product)(*map(struct, operands)))
+    env = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*operands, *eqn.outvars), strict=True))
+
+    def renamed(atoms: Sequence[Atom]) -> list[Atom]:
+        return [v if isinstance(v, Literal) else env.get(v, v) for v in atoms]
+
+    return [rewire(e, renamed(e.invars), renamed(e.outvars)) for e in jaxpr.eqns]
+
+
+def _outvars(eqns: Sequence[JaxprEqn]) -> list[Var]:
+    return [v for eqn in eqns for v in eqn.outvars]
 
 
 def _of_one_number(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], set[Var]]:

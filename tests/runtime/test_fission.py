@@ -4,6 +4,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from braintrace_fast.runtime.fission import StatefulLoop, loop
@@ -104,6 +105,124 @@ def test_states_are_read_and_written():
     np.testing.assert_allclose(ys, expected, rtol=1e-5)
     np.testing.assert_allclose(total, expected.sum(0) / 2, rtol=1e-5)
     np.testing.assert_allclose(last, state.value, rtol=1e-5)
+
+
+def scanned(body, carry, xs):
+    """The names of what runs in the loop, and how often each product outside of it."""
+    jaxpr = jax.make_jaxpr(lambda xs: loop(body, carry, xs))(xs)
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan')
+    outside = [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if _is_product(eqn)]
+    return scan.params['jaxpr'].jaxpr.eqns, outside
+
+
+def _is_product(eqn):
+    return eqn.primitive.name == 'dot_general'
+
+
+HEAVY = jnp.asarray(rng.normal(size=(9, 4)), jnp.float32)
+FEW = jnp.asarray(rng.normal(size=(5, 2, 9)), jnp.float32)
+MANY = jnp.asarray(rng.normal(size=(5, 6, 9)), jnp.float32)
+
+
+@pytest.mark.parametrize(('xs', 'is_ahead'), [(FEW, True), (MANY, False)])
+def test_a_product_of_inputs_alone_runs_ahead_where_its_weights_are_more_than_its_results(
+    xs, is_ahead
+):
+    def body(carry, x):
+        h, w = carry
+        new = jnp.tanh(h + jnp.sin(x) @ w)
+        return (new, w), new * (jnp.sin(x) @ w), ()
+
+    carry = jnp.zeros((xs.shape[1], 4)), HEAVY
+    check_same(body, carry, xs)
+    inside, outside = scanned(body, carry, xs)
+    assert any(map(_is_product, inside)) != is_ahead
+    assert not is_ahead or {'sin', 'dot_general'}.isdisjoint(e.primitive.name for e in inside)
+    assert (5, 2, 4) in outside or not is_ahead
+
+
+def test_of_layers_of_inputs_the_last_product_alone_is_kept():
+    deep = jnp.asarray(rng.normal(size=(9, 9)), jnp.float32)
+
+    def body(h, x):
+        return jnp.tanh(h + jnp.tanh(x @ deep) @ HEAVY), (), ()
+
+    check_same(body, jnp.zeros((2, 4)), FEW)
+    jaxpr = jax.make_jaxpr(lambda xs: loop(body, jnp.zeros((2, 4)), xs))(FEW)
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan')
+    used = {v for eqn in scan.params['jaxpr'].jaxpr.eqns for v in eqn.invars if hasattr(v, 'count')}
+    sizes = [v.aval.shape for v in scan.params['jaxpr'].jaxpr.invars if v in used]
+    assert not any(_is_product(eqn) for eqn in scan.params['jaxpr'].jaxpr.eqns)
+    assert (2, 9) not in sizes
+
+
+def test_a_state_that_is_a_product_of_inputs():
+    def body(carry, x):
+        old, w = carry
+        return (x @ w, w), old, old.sum()
+
+    check_same(body, (jnp.ones((2, 4)), HEAVY), FEW)
+
+
+@pytest.mark.parametrize('order', ['xh', 'hx', 'xhh', 'hxh', 'xhx'])
+def test_inputs_and_states_side_by_side_are_multiplied_apart(order):
+    """Of what is known in the loop alone, neighbours stay together."""
+    with brainstate.environ.context(precision=64), jax.enable_x64(True):
+        xs = jnp.asarray(rng.normal(size=(5, 2, 9)))
+        sizes = [{'x': 9, 'h': 4}[part] for part in order]
+        weights = jnp.asarray(rng.normal(size=(sum(sizes), 4)) / 4)
+
+        def body(carry, x):
+            h, w = carry
+            joined = jnp.concatenate([{'x': x, 'h': h}[part] for part in order], -1)
+            new = jnp.tanh(joined @ w)
+            return (new, w), joined * 2, joined.T @ new
+
+        carry = jnp.ones((2, 4)), weights
+        found, expected = loop(body, carry, xs), plain(body, carry, xs)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+        inside, _ = scanned(body, carry, xs)
+        rows = [eqn.invars[1].aval.shape[0] for eqn in inside if _is_product(eqn)]
+        assert rows == {'xhh': [8], 'hxh': [4, 4]}.get(order, [4])
+
+
+@pytest.mark.parametrize(
+    ('inputs', 'dtype'), [(3, jnp.float32), (9, jnp.bfloat16)], ids=['few weights', 'few bits']
+)
+def test_products_that_stay_whole(inputs, dtype):
+    """To take them apart would cost more, or round twice."""
+    weights = jnp.asarray(rng.normal(size=(inputs + 4, 4)), dtype)
+    xs = jnp.asarray(rng.normal(size=(5, 2, inputs)), dtype)
+
+    def body(carry, x):
+        h, w = carry
+        return (jnp.tanh(jnp.concatenate([x, h], -1) @ w), w), h, ()
+
+    carry = jnp.ones((2, 4), dtype), weights
+    inside, _ = scanned(body, carry, xs)
+    assert [eqn.invars[1].aval.shape for eqn in inside if _is_product(eqn)] == [weights.shape]
+    found, expected = loop(body, carry, xs), plain(body, carry, xs)
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_joined_along_an_axis_that_is_not_summed():
+    def body(carry, x):
+        h, w = carry
+        rows = jnp.concatenate([x, h], 0) @ w
+        return (jnp.tanh(rows[:1]), w), rows, ()
+
+    weights = jnp.asarray(rng.normal(size=(9, 9)), jnp.float32)
+    check_same(body, (jnp.ones((1, 9)), weights), FEW)
+
+
+def test_weights_that_move_are_read_in_every_step():
+    def body(carry, x):
+        h, w = carry
+        return (jnp.tanh(h + x @ w), 0.9 * w), h, ()
+
+    check_same(body, (jnp.ones((2, 4)), HEAVY), FEW)
+    inside, _ = scanned(body, (jnp.ones((2, 4)), HEAVY), FEW)
+    assert any(map(_is_product, inside))
 
 
 def test_a_state_is_kept_once_for_two_steps():
