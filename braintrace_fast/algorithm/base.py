@@ -42,7 +42,8 @@ class Engine(Protocol):
     Attributes
     ----------
     is_small : bool
-        Whether a trace that is to be forgotten is set to zero, and not only marked.
+        Whether the trace is no larger than what a step computes. One that is to be forgotten is
+        then set to zero, and not only marked, and windows are shorter.
     """
 
     is_small: bool

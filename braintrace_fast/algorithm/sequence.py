@@ -363,7 +363,8 @@ class SequenceDriverMixin:
         index = self.running_index.value
         entry: Entry | None = Entry(self.trace.value, self.trace_is_live.value)
         choices = windows.every, windows.fresh, windows.budget, loop_bytes + tree_bytes(parts)
-        plan = plan_windows(window, inputs, (total, entry, index), *choices)
+        args = total, entry, index
+        plan = plan_windows(window, inputs, args, *choices, small=self.engine.is_small)
         self.plan = plan.describe(parts, self.trace.value)
         alone = plan.windows == ((1, plan.steps),)
         if windows.fresh and alone:

@@ -50,6 +50,10 @@ ENOUGH = 100
 """Steps of a window that carries a trace. Touching the trace costs as much as a few steps, whatever
 the sizes: longer windows are a few per cent faster at best, and take memory in proportion."""
 
+ENOUGH_IF_SMALL = 50
+"""The same where the trace is small. Longer windows are no faster, and slower once their arrays do
+not fit into caches: even where none need be carried, one window of all steps is not worth it."""
+
 LITTLE = 2**22
 """But a window may have as many steps as take so few bytes: small ones are all overhead."""
 
@@ -178,6 +182,7 @@ def plan_windows(
     fresh: bool,
     budget: int,
     step_bytes: int,
+    small: bool = False,
 ) -> Plan:
     """Choose windows.
 
@@ -200,13 +205,16 @@ def plan_windows(
         The bytes that a window may take.
     step_bytes : int
         The bytes of all that a step computes.
+    small : bool
+        Whether the trace is no larger than what is computed in a step.
     """
     length = jax.tree.leaves(inputs)[0].shape[0]
+    fresh, least = fresh and not small, ENOUGH_IF_SMALL if small else ENOUGH
     if every is not None:
         return Plan(split(length, every), f'trace_every={every}', budget)
     without_trace = 'all fit, and need no trace'
     rough = Count(GENEROUS * tree_bytes(args), GENEROUS * step_bytes)
-    if rough.bytes(length) <= budget and (fresh or length <= ENOUGH):
+    if rough.bytes(length) <= budget and (fresh or length <= least):
         reason = without_trace if fresh else 'all fit'
         return Plan(((1, length),), f'{reason}, by a rough count', budget, rough)
     if fresh:
@@ -214,7 +222,7 @@ def plan_windows(
         if count.steps(budget) >= length:
             return Plan(((1, length),), without_trace, budget, count)
     count = count_window(window, inputs, *args)
-    fitting, enough = count.steps(budget), max(ENOUGH, LITTLE // max(count.per_step, 1))
+    fitting, enough = count.steps(budget), max(least, LITTLE // max(count.per_step, 1))
     steps = min(fitting, enough, length)
     if steps == length:
         reason = 'all fit'

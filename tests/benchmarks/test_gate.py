@@ -24,8 +24,8 @@ def test_an_engine_that_touches_the_trace_in_every_step_fails(monkeypatch):
     plan = sequence.plan_windows
 
     @functools.wraps(plan)
-    def slow(window, inputs, args, every, *others):
-        return plan(window, inputs, args, 1, *others)
+    def slow(window, inputs, args, every, *others, **options):
+        return plan(window, inputs, args, 1, *others, **options)
 
     monkeypatch.setattr(sequence, 'plan_windows', slow)
     problems = gate.compare_work(count(), recorded)

@@ -287,18 +287,24 @@ def test_a_plan_is_plain_data():
     ]
 
 
-@pytest.mark.parametrize(('floats', 'longest'), [(2**22, 100), (2**12, 128)])
-def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, longest):
-    """100 steps, or those of 2**22 bytes if that is more; a budget may be larger."""
+@pytest.mark.parametrize(
+    ('floats', 'small', 'longest'),
+    [(2**22, False, 100), (2**12, False, 128), (2**22, True, 50), (2**12, True, 128)],
+)
+def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, small, longest):
+    """100 or 50 steps, or those of 2**22 bytes if that is more; a budget may be larger."""
 
     def window(inputs, total, entry, index):
         return total, entry, jnp.cumsum(inputs, axis=0)
 
     inputs = jax.ShapeDtypeStruct((1000, floats), jnp.float32)
     args = (jnp.zeros(1),) * 3
-    plan = plan_windows(window, inputs, args, None, False, 2**40, 4 * floats)
+    plan = plan_windows(window, inputs, args, None, False, 2**40, 4 * floats, small)
     assert plan.count.per_step == 8 * floats
     assert longest / 1.5 <= plan.steps <= longest and 'gain little' in plan.reason
     for budget, reason in (2**40, 'by a rough count'), (2000 * 4 * floats + 1, 'no trace'):
-        plan = plan_windows(window, inputs, args, None, True, budget, 4 * floats)
-        assert plan.steps == 1000 and reason in plan.reason
+        fresh = plan_windows(window, inputs, args, None, True, budget, 4 * floats, small)
+        if small:
+            assert fresh.windows == plan.windows
+        else:
+            assert fresh.steps == 1000 and reason in fresh.reason
