@@ -393,14 +393,15 @@ def factored_trace(size: int, steps: int, shape: tuple[int, ...], dtype: str) ->
     )
 
 
-def smooth(steps: int, shape: tuple[int, ...], dtype: str) -> Case:
-    """The input side of a factorised trace."""
+def smooth(steps: int, shape: tuple[int, ...], dtype: str, signal: bool = False) -> Case:
+    """The input side of a factorised trace; or its ``signal``, which is smoothed back in time."""
+    past = None if signal else _planes(shape, dtype)()
     return Case(
         'factored_trace.smooth',
         dtype,
-        f'K={steps}, {shape}',
-        (_planes((steps, *shape), dtype)(), _planes(shape, dtype)()),
-        lambda function: partial(function, decay=0.9),
+        f'K={steps}, {shape}' + ', backwards from zero' * signal,
+        (_planes((steps, *shape), dtype)(), past),
+        lambda function: partial(function, decay=0.9, reverse=signal),
     )
 
 
@@ -410,4 +411,5 @@ def _factors() -> Iterator[Callable[[], Case]]:
         yield partial(factored_trace, 2, 7, (3, 37), dtype)
     for dtype in ('float32', 'bfloat16'):
         yield partial(smooth, STEPS, (8, LARGE), dtype)
+        yield partial(smooth, STEPS, (8, LARGE), dtype, signal=True)
         yield partial(smooth, 19, (33,), dtype)

@@ -273,17 +273,17 @@ class _Parts:
         known |= {self.old[i] for i in self.moving} | set(self.foreseen)
         after = {self.new[i]: self.old[i] for i in self.moving if _in(self.new[i], computed)}
         choices = [_at_once(varying, self.wanted, k) for k in (known, known | set(after))]
-        self.at_once, kept = min(
+        self.at_once, read = min(
             choices,
             key=lambda choice: sum(
                 map(_bytes, {after.get(v, v) for v in choice[1]}.difference(self.foreseen))
             ),
         )
+        kept = [v for v in read if v not in self.foreseen]
         # States that are read both old and new are kept in one array of a step more.
         self.states = [i for i in self.moving if {self.old[i], self.new[i]} <= set(kept)]
-        elsewhere = {v for i in self.states for v in (self.old[i], self.new[i])}
-        elsewhere.update(self.foreseen)
-        self.kept = [v for v in kept if v not in elsewhere]
+        in_states = {v for i in self.states for v in (self.old[i], self.new[i])}
+        self.kept = [v for v in kept if v not in in_states]
         in_steps = *self.ahead, *self.in_order, *self.at_once
         atoms = *results, *self.wanted, *(v for eqn in in_steps for v in eqn.invars)
         reads = {v for v in atoms if not isinstance(v, Literal)}

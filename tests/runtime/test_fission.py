@@ -1,10 +1,14 @@
 """A loop that is split gives what the loop gives."""
 
+import functools
+
 import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 from braintrace_fast.runtime.fission import StatefulLoop, loop
@@ -159,31 +163,31 @@ def test_of_layers_of_inputs_the_last_product_alone_is_kept():
 def test_a_state_that_is_a_product_of_inputs():
     def body(carry, x):
         old, w = carry
-        return (x @ w, w), old, old.sum()
+        new = x @ w
+        return (new, w), (old * new, new), old.sum()
 
     check_same(body, (jnp.ones((2, 4)), HEAVY), FEW)
 
 
 @pytest.mark.parametrize('order', ['xh', 'hx', 'xhh', 'hxh', 'xhx'])
-def test_inputs_and_states_side_by_side_are_multiplied_apart(order):
+def test_inputs_and_states_side_by_side_are_multiplied_apart(x64, order):
     """Of what is known in the loop alone, neighbours stay together."""
-    with brainstate.environ.context(precision=64), jax.enable_x64(True):
-        xs = jnp.asarray(rng.normal(size=(5, 2, 9)))
-        sizes = [{'x': 9, 'h': 4}[part] for part in order]
-        weights = jnp.asarray(rng.normal(size=(sum(sizes), 4)) / 4)
+    xs = jnp.asarray(rng.normal(size=(5, 2, 9)))
+    sizes = [{'x': 9, 'h': 4}[part] for part in order]
+    weights = jnp.asarray(rng.normal(size=(sum(sizes), 4)) / 4)
 
-        def body(carry, x):
-            h, w = carry
-            joined = jnp.concatenate([{'x': x, 'h': h}[part] for part in order], -1)
-            new = jnp.tanh(joined @ w)
-            return (new, w), joined * 2, joined.T @ new
+    def body(carry, x):
+        h, w = carry
+        joined = jnp.concatenate([{'x': x, 'h': h}[part] for part in order], -1)
+        new = jnp.tanh(joined @ w)
+        return (new, w), joined * 2, joined.T @ new
 
-        carry = jnp.ones((2, 4)), weights
-        found, expected = loop(body, carry, xs), plain(body, carry, xs)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
-        inside, _ = scanned(body, carry, xs)
-        rows = [eqn.invars[1].aval.shape[0] for eqn in inside if _is_product(eqn)]
-        assert rows == {'xhh': [8], 'hxh': [4, 4]}.get(order, [4])
+    carry = jnp.ones((2, 4)), weights
+    found, expected = loop(body, carry, xs), plain(body, carry, xs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+    inside, _ = scanned(body, carry, xs)
+    rows = [eqn.invars[1].aval.shape[0] for eqn in inside if _is_product(eqn)]
+    assert rows == {'xhh': [8], 'hxh': [4, 4]}.get(order, [4])
 
 
 @pytest.mark.parametrize(
@@ -291,3 +295,41 @@ def test_what_is_zero_in_all_steps_is_known():
     found = StatefulLoop(step, (jnp.ones((3, 2)),))
     assert found.are_zero == {'none': True, 'ones': False, 'some': False}
     assert jax.tree.map(len, found((jnp.ones((3, 2)),))[0]) == {'none': 1, 'ones': 1, 'some': 3}
+
+
+@settings(max_examples=15)
+@given(batch=st.sampled_from([1, 2, 6]), seed=st.integers(0, 10**6))
+def test_random_bodies(x64, batch, seed):
+    """Whatever is computed from states, inputs and weights, and given back in whatever place."""
+    names = ['tanh', 'times', 'inputs', 'states', 'joined', 'layers']
+
+    def body(carry, x):
+        h, g, w, moving = carry
+        draw = np.random.default_rng(seed)
+        pool = [h, g, x[:, :4]]
+
+        def some():
+            return pool[draw.integers(len(pool))]
+
+        for name in draw.choice(names, size=8):
+            makes = {
+                'tanh': lambda: jnp.tanh(some() + some()),
+                'times': lambda: some() * some(),
+                'inputs': lambda: jnp.sin(x) @ w['x'],
+                'states': lambda: jnp.tanh(some() @ w['h'] + some() @ moving),
+                'joined': lambda: jnp.concatenate([x, some(), some()], -1) @ w['both'],
+                'layers': lambda: jnp.tanh(x @ w['deep']) @ w['x'],
+            }
+            pool.append(makes[name]())
+        new = jnp.tanh(some()), jnp.tanh(some() + some()), w, 0.9 * moving
+        return new, (some(), some() * some()), {'product': some().T @ some(), 'sum': some().sum()}
+
+    draw = np.random.default_rng(1)
+    shapes = {'x': (9, 4), 'h': (4, 4), 'both': (17, 4), 'deep': (9, 9)}
+    weights = {name: jnp.asarray(draw.normal(size=s) / 3) for name, s in shapes.items()}
+    states = [jnp.asarray(draw.normal(size=(batch, 4))) for _ in range(2)]
+    xs = jnp.asarray(draw.normal(size=(5, batch, 9)))
+    carry = *states, weights, weights['h'] / 2
+    found, expected = loop(body, carry, xs), plain(body, carry, xs)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
+    jax.tree.map(close, found, expected)
