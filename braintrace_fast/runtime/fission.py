@@ -429,9 +429,14 @@ def _divide(
 
 
 def _is_heavy(eqn: JaxprEqn, fixed: Container[Var]) -> bool:
-    """Whether a product has more weights to read than results to write and to read again."""
+    """Whether an equation is a product that is worth to be computed ahead."""
     weights = sum(_bytes(v) for v in eqn.invars if _in(v, fixed))
-    return eqn.primitive.name == 'dot_general' and weights > 2 * _bytes(eqn.outvars[0])
+    return eqn.primitive.name == 'dot_general' and _outweigh(weights, eqn.outvars[0])
+
+
+def _outweigh(weight_bytes: float, result: Var) -> bool:
+    """Whether weights are more to read than a result is to write and to read again."""
+    return weight_bytes > 2 * _bytes(result)
 
 
 def _split_products(
@@ -465,7 +470,7 @@ def _pieces(
     early = [_in(v, known) for v in left.invars]
     num_early = sum(v.aval.shape[axis] for v in itertools.compress(left.invars, early))
     share = num_early / weights.aval.shape[rows]
-    if all(early) or _bytes(weights) * share <= 2 * _bytes(eqn.outvars[0]):
+    if all(early) or not _outweigh(_bytes(weights) * share, eqn.outvars[0]):
         return None
 
     def product(weights: jax.Array, *parts: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+import braintrace_fast as braintrace
 from braintrace_fast.runtime.fission import StatefulLoop, loop
 
 
@@ -112,20 +113,22 @@ def test_states_are_read_and_written():
 
 
 def scanned(body, carry, xs):
-    """The names of what runs in the loop, and how often each product outside of it."""
+    """The equations that run in the loop, and the shapes of what it reads of all steps."""
     jaxpr = jax.make_jaxpr(lambda xs: loop(body, carry, xs))(xs)
     (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan')
-    outside = [eqn.outvars[0].aval.shape for eqn in jaxpr.eqns if _is_product(eqn)]
-    return scan.params['jaxpr'].jaxpr.eqns, outside
+    shapes = [v.aval.shape for v in scan.invars if v.aval.shape[:1] == xs.shape[:1]]
+    return scan.params['jaxpr'].jaxpr.eqns, shapes
 
 
 def _is_product(eqn):
     return eqn.primitive.name == 'dot_general'
 
 
-HEAVY = jnp.asarray(rng.normal(size=(9, 4)), jnp.float32)
-FEW = jnp.asarray(rng.normal(size=(5, 2, 9)), jnp.float32)
-MANY = jnp.asarray(rng.normal(size=(5, 6, 9)), jnp.float32)
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+HEAVY, FEW, MANY = normal(9, 4), normal(5, 2, 9), normal(5, 6, 9)
 
 
 @pytest.mark.parametrize(('xs', 'is_ahead'), [(FEW, True), (MANY, False)])
@@ -139,25 +142,21 @@ def test_a_product_of_inputs_alone_runs_ahead_where_its_weights_are_more_than_it
 
     carry = jnp.zeros((xs.shape[1], 4)), HEAVY
     check_same(body, carry, xs)
-    inside, outside = scanned(body, carry, xs)
-    assert any(map(_is_product, inside)) != is_ahead
-    assert not is_ahead or {'sin', 'dot_general'}.isdisjoint(e.primitive.name for e in inside)
-    assert (5, 2, 4) in outside or not is_ahead
+    inside, read = scanned(body, carry, xs)
+    names = {eqn.primitive.name for eqn in inside}
+    assert names.isdisjoint({'sin', 'dot_general'}) == is_ahead
+    assert read == [xs.shape] + [(5, 2, 4)] * is_ahead
 
 
 def test_of_layers_of_inputs_the_last_product_alone_is_kept():
-    deep = jnp.asarray(rng.normal(size=(9, 9)), jnp.float32)
+    deep = normal(9, 9)
 
     def body(h, x):
         return jnp.tanh(h + jnp.tanh(x @ deep) @ HEAVY), (), ()
 
     check_same(body, jnp.zeros((2, 4)), FEW)
-    jaxpr = jax.make_jaxpr(lambda xs: loop(body, jnp.zeros((2, 4)), xs))(FEW)
-    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan')
-    used = {v for eqn in scan.params['jaxpr'].jaxpr.eqns for v in eqn.invars if hasattr(v, 'count')}
-    sizes = [v.aval.shape for v in scan.params['jaxpr'].jaxpr.invars if v in used]
-    assert not any(_is_product(eqn) for eqn in scan.params['jaxpr'].jaxpr.eqns)
-    assert (2, 9) not in sizes
+    inside, read = scanned(body, jnp.zeros((2, 4)), FEW)
+    assert not any(map(_is_product, inside)) and read == [FEW.shape, (5, 2, 4)]
 
 
 def test_a_state_that_is_a_product_of_inputs():
@@ -172,9 +171,9 @@ def test_a_state_that_is_a_product_of_inputs():
 @pytest.mark.parametrize('order', ['xh', 'hx', 'xhh', 'hxh', 'xhx'])
 def test_inputs_and_states_side_by_side_are_multiplied_apart(x64, order):
     """Of what is known in the loop alone, neighbours stay together."""
-    xs = jnp.asarray(rng.normal(size=(5, 2, 9)))
+    xs = normal(5, 2, 9, dtype=float)
     sizes = [{'x': 9, 'h': 4}[part] for part in order]
-    weights = jnp.asarray(rng.normal(size=(sum(sizes), 4)) / 4)
+    weights = normal(sum(sizes), 4, dtype=float) / 4
 
     def body(carry, x):
         h, w = carry
@@ -184,10 +183,25 @@ def test_inputs_and_states_side_by_side_are_multiplied_apart(x64, order):
 
     carry = jnp.ones((2, 4)), weights
     found, expected = loop(body, carry, xs), plain(body, carry, xs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+    jax.tree.map(close, found, expected)
     inside, _ = scanned(body, carry, xs)
     rows = [eqn.invars[1].aval.shape[0] for eqn in inside if _is_product(eqn)]
     assert rows == {'xhh': [8], 'hxh': [4, 4]}.get(order, [4])
+
+
+def test_the_products_of_traced_ops_leave_the_loop_as_well():
+    weights, bias = normal(13, 4) / 4, jnp.ones(4)
+
+    def body(carry, x):
+        h, w = carry
+        return (jnp.tanh(braintrace.matmul(jnp.concatenate([x, h], -1), w, bias)), w), h, ()
+
+    carry = jnp.ones((2, 4)), weights
+    check_same(body, carry, FEW)
+    inside, read = scanned(body, carry, FEW)
+    assert [eqn.invars[1].aval.shape for eqn in inside if _is_product(eqn)] == [(4, 4)]
+    assert read == [FEW.shape, (5, 2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -195,8 +209,8 @@ def test_inputs_and_states_side_by_side_are_multiplied_apart(x64, order):
 )
 def test_products_that_stay_whole(inputs, dtype):
     """To take them apart would cost more, or round twice."""
-    weights = jnp.asarray(rng.normal(size=(inputs + 4, 4)), dtype)
-    xs = jnp.asarray(rng.normal(size=(5, 2, inputs)), dtype)
+    weights = normal(inputs + 4, 4, dtype=dtype)
+    xs = normal(5, 2, inputs, dtype=dtype)
 
     def body(carry, x):
         h, w = carry
@@ -215,8 +229,7 @@ def test_joined_along_an_axis_that_is_not_summed():
         rows = jnp.concatenate([x, h], 0) @ w
         return (jnp.tanh(rows[:1]), w), rows, ()
 
-    weights = jnp.asarray(rng.normal(size=(9, 9)), jnp.float32)
-    check_same(body, (jnp.ones((1, 9)), weights), FEW)
+    check_same(body, (jnp.ones((1, 9)), normal(9, 9)), FEW)
 
 
 def test_weights_that_move_are_read_in_every_step():

@@ -288,6 +288,22 @@ def test_a_plan_is_plain_data():
 
 
 @pytest.mark.parametrize(
+    ('rule', 'trace', 'steps'),
+    [
+        ('d_rtrl', 'carry', 100),
+        ('d_rtrl', 'fresh', 200),
+        ('pp_prop', 'carry', 50),
+        ('pp_prop', 'fresh', 50),
+    ],
+)
+def test_windows_are_short_where_the_trace_is_small(monkeypatch, rule, trace, steps):
+    monkeypatch.setattr(planner, 'LITTLE', 1)
+    learner = new_learner('gru', rule)
+    temporary_bytes(learner, 200, memory_budget='1TB', trace=trace)
+    assert learner.plan.windows == ((200 // steps, steps),)
+
+
+@pytest.mark.parametrize(
     ('floats', 'small', 'longest'),
     [(2**22, False, 100), (2**12, False, 128), (2**22, True, 50), (2**12, True, 128)],
 )
