@@ -22,12 +22,19 @@ from ..errors import NotSupportedError
 from ..kernels import dispatch
 from ..kernels.dispatch import Backend, Choice
 from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
-from ..runtime.factors import Entry, Factors, Signals, Values
+from ..runtime.factors import Entry, Factors, Signals, Values, kept, per_example
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window
 from ..runtime.planner import Plan, default_budget, parse_bytes, show_bytes
 from . import checkpoint
-from .sequence import Recorder, SequenceDriverMixin, WindowInside
+from .sequence import (
+    USE_RESET,
+    EnvironmentChanged,
+    Recorder,
+    SequenceDriverMixin,
+    Watched,
+    WindowInside,
+)
 
 __all__ = ['ETraceAlgorithm', 'ETraceVjpAlgorithm', 'EligibilityTrace', 'Engine']
 
@@ -44,9 +51,12 @@ class Engine(Protocol):
     is_small : bool
         Whether the trace is no larger than what a step computes. One that is to be forgotten is
         then set to zero, and not only marked, and windows are shorter.
+    restarts : bool
+        Whether some examples may start anew while others go on.
     """
 
     is_small: bool
+    restarts: bool
 
     def trace_shape(self) -> Any:
         """The shapes and types of the trace."""
@@ -219,6 +229,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.choices: list[Choice] = []
         self.vjp_method = vjp_method
         self.calls = 0
+        self.watched: Watched | None = None
         self.recorder: Recorder | None = None
         self.step_weight: jax.Array | None = None
 
@@ -265,6 +276,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             )
         self.engine = self.make_engine(self.graph)
         self.example = single_step(args)
+        self._start_values = {
+            path: state.value
+            for path, state in self.graph.module_info.retrieved_model_states.items()
+            if isinstance(state, brainstate.ShortTermState)
+        }
         self.init_etrace_state(*args)
         self.choices = self._choose_kernels()
         self.is_compiled = True
@@ -374,6 +390,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Set the trace and the step counter to zero."""
         self._check_compiled()
+        if self.watched is not None:
+            raise NotSupportedError(f"step_fn resets the learner's trace. {USE_RESET}")
         self.forget()
         self._clear()
 
@@ -474,7 +492,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         trace = jax.tree.map(lambda a: jnp.where(live, a, jnp.zeros_like(a)), self.trace.value)
         return self.engine.trace_of(trace, found)
 
-    def update(self, *args: Any, modulator: Any = None) -> Any:
+    def update(self, *args: Any, modulator: Any = None, reset: Any = None) -> Any:
         """Run one step, or a window, of the model and of the trace.
 
         Parameters
@@ -483,6 +501,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             The inputs of the step, or windows in :class:`MultiStepData`.
         modulator : number or array, optional
             The learning signal of this step, for rules that take one from the user.
+        reset : bool or array, optional
+            Where to start anew before this step, as at the end of an episode: one flag for all, or
+            one per example. Hidden and other short-term states get the values that they had when
+            the learner was compiled, and nothing of the past counts from here on. A state that is
+            shared by the batch goes on where only some examples start anew.
 
         Returns
         -------
@@ -490,22 +513,36 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             The model's results; for a window with a leading time axis.
         """
         self._check_compiled()
+        if self.watched is not None:
+            self.watched.check()
+        self._follow_environment()
         self.calls += 1
         modulator = self.modulator_of(modulator)
+        keep = None if reset is None else self._restart(reset)
+        args = self.graph_executor.with_environment(args)
         if self.recorder is not None:
-            self.recorder.modulator = modulator
-            return self._recorded_step(self.recorder, args)
-        executor = self.graph_executor
-        params, hidden, others = executor.values()
+            self.recorder.modulator, self.recorder.keep = modulator, keep
+            out = self._recorded_step(self.recorder, args)
+        else:
+            out = self._traced_step(args, modulator, keep)
+        if self.watched is not None:
+            self.watched.renew()
+        return out
+
+    def _traced_step(self, args: tuple[Any, ...], modulator: Any, keep: jax.Array | None) -> Any:
+        """Run a step, or a window, of the model and of the trace."""
+        params, hidden, others = self.graph_executor.values()
         run: Callable[..., Any] = partial(self._single_step, modulator)
         num_steps = 1
         if has_multi_step_data(args):
-            run, num_steps = self._window, _window_length(args)
+            num_steps = _window_length(args)
         else:
             args = single_step(args)
+        if has_multi_step_data(args) or self.vjp_method == 'multi-step':
+            run = self._window
         entry = Entry(self.trace.value, self.trace_is_live.value)
         out, hidden, others, trace = run(
-            args, params, hidden, others, entry, self.running_index.value
+            keep, args, params, hidden, others, entry, self.running_index.value
         )
         self._write_states(hidden, others)
         self.trace.value = trace
@@ -513,8 +550,58 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.running_index.value = self.running_index.value + num_steps
         return out
 
+    def _follow_environment(self) -> None:
+        """Go on with the graph for the present environment, compiled now if need be."""
+        if not self.graph_executor.follow_environment():
+            return
+        self.engine = self.make_engine(self.graph)
+        shapes, held = self.engine.trace_shape(), self.trace.value
+        if jax.tree.map(_shape_of, shapes) != jax.tree.map(_shape_of, held):
+            raise NotSupportedError(
+                'In this environment the model has other traces than in the one that it was '
+                f'compiled in: {jax.tree.map(_shape_of, shapes)}, expected '
+                f'{jax.tree.map(_shape_of, held)}. Compile another learner for it, inside '
+                'brainstate.environ.context(...).'
+            )
+        self.plan, self.choices = None, self._choose_kernels()
+        if self.recorder is not None:
+            raise EnvironmentChanged
+
+    def _restart(self, reset: Any) -> jax.Array:
+        """Set states to what they started with; returns what is kept of the past, as a flag."""
+        if not self.engine.restarts:
+            raise NotSupportedError(
+                f'{type(self).__name__} cannot start anew in single steps: its bias correction '
+                'counts the steps of all examples together. Reset the states inside the model, '
+                'which takes the flag as an input, or use D_RTRL, EProp or ThreeFactor. Between '
+                "sequences, trace='fresh' or reset_state() starts anew."
+            )
+        flags = jnp.asarray(reset).astype(bool)
+        for path, state in self.graph_executor.states.items():
+            if not isinstance(state, brainstate.ShortTermState):
+                continue
+            shapes = {jnp.shape(leaf)[: flags.ndim] for leaf in jax.tree.leaves(state.value)}
+            if shapes == {flags.shape}:
+                state.value = jax.tree.map(
+                    lambda start, a: jnp.where(per_example(flags, a), start, a),
+                    self._start_values[path],
+                    state.value,
+                )
+            elif isinstance(state, brainstate.HiddenState):
+                raise ValueError(
+                    f'reset has shape {flags.shape}, which is not how the shape of the hidden '
+                    f'state at {path} starts: {jnp.shape(state.value)}. Give one flag for all, or '
+                    'one per example.'
+                )
+        return ~flags
+
     def _recorded_step(self, recorder: Recorder, args: Any) -> Any:
         """Run a step of the model, and leave the trace to the end of the window."""
+        if self.watched is not None and self.watched.is_nested:
+            raise NotSupportedError(
+                'step_fn calls the learner inside a transformation (jit, vmap, cond, checkpoint, '
+                '...). Call it directly: the loop over all steps is compiled as a whole.'
+            )
         if has_multi_step_data(args):
             if recorder.zeros is None:
                 raise WindowInside
@@ -527,6 +614,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         else:
             results, recorder.factors = runner.run_perturbed(args, *values, recorder.zeros)
             out, hidden, others = results
+        recorder.factors = recorder.factors.after_restart(recorder.keep)
         self._write_states(hidden, others)
         return out
 
@@ -563,6 +651,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         @jax.custom_vjp
         def step(
             modulator: Any,
+            keep: Any,
             args: Any,
             params: Values,
             hidden: Values,
@@ -571,10 +660,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             t: Any,
         ) -> Any:
             out, hidden, others, factors = runner.run(args, params, hidden, others)
+            factors = factors.after_restart(keep)
             return out, hidden, others, engine.advance(entry, factors, params, t)
 
         def forward(
             modulator: Any,
+            keep: Any,
             args: Any,
             params: Values,
             hidden: Values,
@@ -583,6 +674,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             t: Any,
         ) -> Any:
             results, vjp, factors = runner.run_with_vjp(args, params, hidden, others)
+            factors = factors.after_restart(keep)
             new_trace = engine.advance(entry, factors, params, t)
             return (*results, new_trace), (
                 modulator,
@@ -598,10 +690,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             modulator, vjp, factors, params, entry, trace, t = residuals
             ct_args, ct_params, exact = runner.signals(vjp, cotangents[:3])
             signals = self.learning_signals(factors, exact, modulator)
+            signals = signals.after_restart(factors.keep)
             total = GradientSum(graph, params, ct_params)
             total.exchange(factors, exact.c, signals.c)
             engine.gradients(total, entry, trace, factors, signals, t)
-            return None, ct_args, total.result(), None, None, None, None
+            return None, None, ct_args, total.result(), None, None, None, None
 
         step.defvjp(forward, backward)
         return step(*inputs)
@@ -609,8 +702,16 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     def _window(self, *inputs: Any) -> Any:
         runner, engine, graph = self.graph_executor.runner, self.engine, self.graph
 
-        def run(
-            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
+        def run_step(
+            keep: Any, args: Any, params: Values, hidden: Values, others: Values, entry: Any, t: Any
+        ) -> Any:
+            out, hidden, others, factors = runner.run(args, params, hidden, others)
+            factors = factors.after_restart(keep)
+            trace = engine.advance(entry, factors, lax.stop_gradient(params), t)
+            return out, hidden, others, trace
+
+        def run_steps(
+            keep: Any, args: Any, params: Values, hidden: Values, others: Values, entry: Any, t: Any
         ) -> Any:
             sequences, at_step = split_window(args)
 
@@ -620,6 +721,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 return (hidden, others), (out, factors)
 
             (hidden, others), (out, factors) = lax.scan(body, (hidden, others), sequences)
+            if keep is not None:
+                later = jnp.ones((_window_length(args) - 1, *keep.shape), bool)
+                factors = factors.after_restart(jnp.concatenate([keep[None], later]))
             if self._is_static():
                 return out, hidden, others, engine.window(None, entry, factors, None, t)
 
@@ -631,29 +735,32 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             (entry, _), _ = lax.scan(advance, (entry, t), factors)
             return out, hidden, others, entry.trace
 
+        run = run_steps if has_multi_step_data(inputs[1]) else run_step
         window = jax.custom_vjp(run)
 
         def forward(
-            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
+            keep: Any, args: Any, params: Values, hidden: Values, others: Values, entry: Any, t: Any
         ) -> Any:
             if self.vjp_method != 'multi-step':
                 raise NotImplementedError(self._needs_multi_step())
 
             def main(args: Any, params: Values, hidden: Values) -> Any:
-                *results, new_trace = run(args, params, hidden, others, entry, t)
+                *results, new_trace = run(keep, args, params, hidden, others, entry, t)
                 return tuple(results), new_trace
 
             results, vjp, new_trace = jax.vjp(main, args, params, hidden, has_aux=True)
-            return (*results, new_trace), (vjp, params, entry, t)
+            return (*results, new_trace), (keep, vjp, params, entry, t)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            vjp, params, entry, t = residuals
+            keep, vjp, params, entry, t = residuals
             with _named_loops(graph):
                 ct_args, ct_params, ct_hidden = vjp(cotangents[:3])
             total = GradientSum(graph, params, ct_params)
             planes = self.entry_signals(runner.entry_planes(ct_hidden))
+            if keep is not None:
+                planes = kept(planes, keep)
             engine.entry_gradients(total, entry, planes, t - 1)
-            return ct_args, total.result(), None, None, None, None
+            return None, ct_args, total.result(), None, None, None, None
 
         window.defvjp(forward, backward)
         return window(*inputs)
@@ -673,6 +780,10 @@ def _named_loops(graph: ETraceGraph) -> Iterator[None]:
             "would have to differentiate in reverse. Use vjp_method='single-step', or lax.scan or "
             'lax.fori_loop with a fixed number of steps.'
         ) from error
+
+
+def _shape_of(a: Any) -> str:
+    return f'{a.dtype}{list(a.shape)}'
 
 
 def _window_length(args: tuple[Any, ...]) -> int:

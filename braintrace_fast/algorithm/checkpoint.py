@@ -86,7 +86,7 @@ def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
 
 def _states(learner: Any, others: Mapping[str, Any]) -> States:
     """All states by a name that is unique and does not depend on the run."""
-    model = {**learner.model.states(), **learner.graph_executor.states}
+    model = {**learner.model.states(), **learner.graph_executor.first_states}
     named = {_name('model', path): state for path, state in model.items()}
     own = {id(state) for state in learner.own_states}
     named |= {_name('learner', (k,)): s for k, s in vars(learner).items() if id(s) in own}

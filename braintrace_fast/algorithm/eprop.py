@@ -91,7 +91,8 @@ class EProp(ParamDimVjpAlgorithm):
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the trace, and the filtered one if there is a filter."""
         if self.feedback == 'random':
-            self.random_feedback = RandomFeedback(graph, self.random_feedback_key)
+            with jax.ensure_compile_time_eval():  # it may be made while a loop is traced
+                self.random_feedback = RandomFeedback(graph, self.random_feedback_key)
         if not self.kappa_filter_decay:
             return super().make_engine(graph)
         return FilteredEngine(

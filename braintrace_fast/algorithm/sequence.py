@@ -8,8 +8,10 @@ import brainstate
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 
 from .._typing import PyTree
+from ..errors import NotSupportedError
 from ..runtime.factors import Entry, Factors, Signals, Zeros, as_window, stacked, without_zeros
 from ..runtime.fission import StatefulLoop
 from ..runtime.gradient import GradientSum
@@ -29,10 +31,65 @@ class Recorder:
         self.zeros = zeros
         self.factors: Factors | None = None
         self.modulator: Any = None
+        self.keep: jax.Array | None = None
 
 
 class WindowInside(Exception):
     """A step that is recorded calls the learner with a window of its own."""
+
+
+class EnvironmentChanged(Exception):
+    """A step that is recorded runs in another environment, for which the learner is now ready."""
+
+
+class Watched:
+    """States that ``step_fn`` must not write, because traces or windows rely on them.
+
+    Parameters
+    ----------
+    hidden, weights : dict
+        Hidden states and weights, by path or name.
+    """
+
+    def __init__(
+        self, hidden: Mapping[Any, brainstate.State], weights: Mapping[Any, brainstate.State]
+    ) -> None:
+        self.states = [
+            *((state, f'the hidden state at {path}', USE_RESET) for path, state in hidden.items()),
+            *((state, f'the weight {path}', USE_OWN_LOOP) for path, state in weights.items()),
+        ]
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the present values as those that must stay."""
+        self.trace = get_opaque_trace_state(convention='flax')
+        self.values = [state.value for state, *_ in self.states]
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a transformation inside ``step_fn`` is being traced."""
+        return bool(self.trace != get_opaque_trace_state(convention='flax'))
+
+    def check(self) -> None:
+        """Raise an error if a state was written, unless that cannot be told."""
+        if self.is_nested:
+            return
+        for (state, name, advice), value in zip(self.states, self.values, strict=True):
+            before, now = jax.tree.leaves(value), jax.tree.leaves(state.value)
+            if len(before) != len(now) or any(a is not b for a, b in zip(before, now, strict=True)):
+                raise NotSupportedError(f'step_fn writes {name}. {advice}')
+
+
+USE_RESET = (
+    'The trace would not know of it. To start anew, as at the end of an episode, call the learner '
+    "with flags, learner(x, reset=done); any other change belongs into the model's update, which "
+    'can take what it needs as an input.'
+)
+USE_OWN_LOOP = (
+    'Weights are fixed within a call of etrace_grad or etrace_evolve. Update them after it, or in '
+    'every step of a loop of your own around brainstate.transform.grad (see "Updating weights in '
+    'every step" in the README).'
+)
 
 
 class Windows(NamedTuple):
@@ -69,6 +126,8 @@ class SequenceDriverMixin:
     trace_is_live: Any
     running_index: Any
     recorder: Recorder | None
+    watched: Watched | None
+    hidden_states: Any
     step_weight: jax.Array | None
     plan: Plan | None
     memory_budget: int | None
@@ -170,7 +229,7 @@ class SequenceDriverMixin:
 
         def objective(slices: Any, weight: jax.Array) -> Any:
             with self._weighing(weight if is_weighed else None):
-                result = self._call_once(step_fn, slices)
+                result = self._call_once(step_fn, slices, states)
             loss, aux = result if has_aux else (result, None)
             if jnp.shape(loss) != expected:
                 raise ValueError(
@@ -179,20 +238,21 @@ class SequenceDriverMixin:
                 )
             return jnp.sum(loss * weight), (loss, aux)
 
-        with _unchanged_on_error(self):
+        def gradient() -> Any:
             if self._runs_in_windows():
                 bar = _progress_bar(pbar, length)
                 windows = self._windows(trace, trace_every, memory_budget, bar)
-                totals, (losses, aux) = self._windows_gradient(
-                    objective, states, (sequences, share), windows
-                )
-            else:
-                if trace == 'fresh':
-                    self.forget()
-                inputs = _in_chunks((sequences, share), chunk)
-                totals, (losses, aux) = _accumulate(objective, list(states.values()), inputs, pbar)
-                if trace == 'fresh':
-                    self.forget()
+                return self._windows_gradient(objective, states, (sequences, share), windows)
+            if trace == 'fresh':
+                self.forget()
+            inputs = _in_chunks((sequences, share), chunk)
+            found = _accumulate(objective, list(states.values()), inputs, pbar)
+            if trace == 'fresh':
+                self.forget()
+            return found
+
+        with _unchanged_on_error(self):
+            totals, (losses, aux) = _in_its_environment(gradient)
             losses = losses.reshape(length)
             if check_finite:
                 _check_finite(losses, totals, _carried(self))
@@ -242,25 +302,24 @@ class SequenceDriverMixin:
 
         def call(*slices: Any) -> Any:
             if step_fn is not None:
-                out = self._call_once(step_fn, slices)
+                out = self._call_once(step_fn, slices, self.param_states)
             elif chunk is None:
                 out = self(*slices)  # type: ignore[operator]
             else:
                 out = self(*map(MultiStepData, slices))  # type: ignore[operator]
             return out if return_outputs else None
 
-        with _unchanged_on_error(self):
-            in_windows = self._runs_in_windows() and chunk is None
-            if in_windows:
+        def evolve() -> Any:
+            if self._runs_in_windows() and chunk is None:
                 bar = _progress_bar(pbar, length)
                 windows = self._windows('carry', trace_every, memory_budget, bar)
-                try:
-                    outputs = self._evolve_windows(call, sequences, windows)
-                except WindowInside:
-                    in_windows = False
-            if not in_windows:
-                inputs = _in_chunks(sequences, chunk)
-                outputs = brainstate.transform.for_loop(lambda s: call(*s), inputs, pbar=pbar)
+                with contextlib.suppress(WindowInside):
+                    return self._evolve_windows(call, sequences, windows)
+            inputs = _in_chunks(sequences, chunk)
+            return brainstate.transform.for_loop(lambda s: call(*s), inputs, pbar=pbar)
+
+        with _unchanged_on_error(self):
+            outputs = _in_its_environment(evolve)
         return outputs if return_outputs else None
 
     def _windows_gradient(
@@ -285,7 +344,8 @@ class SequenceDriverMixin:
             gradient = brainstate.transform.grad(recorded, weights, argnums=0, has_aux=True)
             (grads, cotangents), (outputs, factors, modulator) = gradient(runner.zeros())
             exact = runner.as_signals(cotangents)
-            return (outputs, (factors, self.learning_signals(factors, exact, modulator))), grads
+            signals = self.learning_signals(factors, exact, modulator)
+            return (outputs, (factors, signals.after_restart(factors.keep))), grads
 
         loop = StatefulLoop(step, inputs, windows.bar is not None)
         like_outputs, (like_factors, like_signals) = loop.ys
@@ -439,9 +499,16 @@ class SequenceDriverMixin:
         budget = self.resolved_budget if memory_budget is None else parse_bytes(memory_budget)
         return Windows(trace_every, trace == 'fresh', budget, bar)
 
-    def _call_once(self, step_fn: Callable[..., Any], slices: Any) -> Any:
+    def _call_once(
+        self, step_fn: Callable[..., Any], slices: Any, weights: Mapping[Any, brainstate.State]
+    ) -> Any:
         before = self.calls
-        result = step_fn(*slices)
+        self.watched = Watched(self.hidden_states, {**self.param_states, **weights})
+        try:
+            result = step_fn(*slices)
+            self.watched.check()
+        finally:
+            self.watched = None
         if self.calls - before != 1:
             raise ValueError(
                 f'step_fn called the learner {self.calls - before} times, expected once: the trace '
@@ -481,6 +548,13 @@ def _unchanged_on_error(learner: Any) -> Iterator[None]:
         for state, value in zip(states, values, strict=True):
             state.restore_value(value)
         raise
+
+
+def _in_its_environment(run: Callable[[], Any]) -> Any:
+    """Run until the learner is ready for the environment that the steps set."""
+    while True:
+        with contextlib.suppress(EnvironmentChanged):
+            return run()
 
 
 def _accumulate(

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from .._typing import Path, PyTree
 from ..errors import CompilationError
 from .control_flow import ControlFlowPolicy
 from .diagnostics import CompilationRecord, DiagnosticKind, diagnostic_context
+from .environment import CHANGING
 from .exit_perturbation import ExitPerturbation, add_exit_perturbation
 from .flow import Flow
 from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, step_flow
@@ -146,7 +147,7 @@ class ETraceGraph(NamedTuple):
             )
         flat = self.module_info.flat_inputs(args, old_state_vals)
         outs = self.hidden_perturb.eval_jaxpr(flat, perturb_data)
-        return self.module_info._process(*args, jaxpr_outs=outs)
+        return self.module_info.sort_outputs(outs)
 
     def call_exit_perturb(
         self,
@@ -179,7 +180,7 @@ class ETraceGraph(NamedTuple):
             )
         flat = self.module_info.flat_inputs(args, old_state_vals)
         outs = self.exit_perturb.eval_jaxpr(flat, y_perturb, exit_perturb, bypass_perturb)
-        return self.module_info._process(*args, jaxpr_outs=outs)
+        return self.module_info.sort_outputs(outs)
 
     def dict(self) -> dict[str, Any]:
         """The fields by name."""
@@ -225,6 +226,7 @@ def compile_etrace_graph(
     *model_args: Any,
     include_hidden_perturb: bool = True,
     control_flow: ControlFlowPolicy | None = None,
+    environ_inputs: Collection[str] = CHANGING,
 ) -> ETraceGraph:
     """Compile one step of a model into hidden groups, relations and perturbed steps.
 
@@ -240,6 +242,8 @@ def compile_etrace_graph(
         Whether to build the perturbed steps, which single-step learning needs.
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
+    environ_inputs : collection of str
+        Keys of brainstate's environment whose values are inputs of the step, if it reads them.
 
     Returns
     -------
@@ -266,7 +270,9 @@ def compile_etrace_graph(
     (1, 2)
     """
     with compiler_context('compile_graph'), diagnostic_context() as records:
-        minfo = extract_module_info(model, *model_args, control_flow=control_flow)
+        minfo = extract_module_info(
+            model, *model_args, control_flow=control_flow, environ_inputs=environ_inputs
+        )
         flow = step_flow(minfo)
         groups, by_path = find_hidden_groups_from_minfo(minfo, flow)
         order_hidden_group_index(groups)

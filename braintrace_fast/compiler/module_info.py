@@ -1,6 +1,6 @@
 """One step of a model as a flat jaxpr, with the tables that tell what each variable is."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ..op import ETPPrimitive
 from .alignment import is_inexact
 from .control_flow import ControlFlowPolicy, flatten
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
+from .environment import CHANGING, Environment, EnvironmentValues, bind_environment, trace_reads
 
 __all__ = ['ModuleInfo', 'extract_module_info']
 
@@ -38,8 +39,8 @@ class ModuleInfo(NamedTuple):
     stateful_model : brainstate.transform.StatefulFunction
         The traced model.
     closed_jaxpr : ClosedJaxpr
-        The flattened step: inputs are the arguments, then the states; outputs are the results,
-        then the new states, then whatever :meth:`add_jaxpr_outs` appended.
+        The flattened step: inputs are those of the environment, the arguments, then the states;
+        outputs are the results, then the new states, then whatever :meth:`add_jaxpr_outs` appended.
     retrieved_model_states : brainstate.util.FlattedDict
         ``model.states()``, by path.
     compiled_model_states : sequence of brainstate.State
@@ -62,8 +63,11 @@ class ModuleInfo(NamedTuple):
         How many outputs are results, and how many are states.
     control_flow : ControlFlowPolicy
         The policy used.
-    in_tree : PyTreeDef
-        The structure (units included) of the arguments and states that the step was traced with.
+    in_tree, out_tree : PyTreeDef
+        The structure (units included) of the arguments and states that the step was traced with,
+        and of its results and states.
+    environment : Environment
+        What the step reads of brainstate's environment. Its inputs come before the arguments.
 
     Examples
     --------
@@ -95,6 +99,8 @@ class ModuleInfo(NamedTuple):
     num_var_state: int
     control_flow: ControlFlowPolicy = ControlFlowPolicy()
     in_tree: Any = None
+    out_tree: Any = None
+    environment: Environment = Environment()
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -132,6 +138,13 @@ class ModuleInfo(NamedTuple):
         """The new states' variables as (weights, hidden states, other states), each by path."""
         return self._split(self.state_tree_outvars)
 
+    def with_environment(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Arguments after the environment's present values, if the step has such inputs."""
+        args = tuple(args)
+        if not self.environment.inputs or (args and isinstance(args[0], EnvironmentValues)):
+            return args
+        return self.environment.values(), *args
+
     def flat_inputs(
         self,
         args: Sequence[Any],
@@ -141,7 +154,8 @@ class ModuleInfo(NamedTuple):
         """The values of the jaxpr's invars, checked against what the step was traced with."""
         if old_state_vals is None:
             old_state_vals = [state.value for state in self.compiled_model_states]
-        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs or {}), tuple(old_state_vals)))
+        args = self.with_environment(args)
+        leaves, tree = jax.tree.flatten((args, dict(kwargs or {}), tuple(old_state_vals)))
         if tree != self.in_tree:
             raise ValueError(
                 'The inputs or states differ in structure or unit from those that the step was '
@@ -181,15 +195,14 @@ class ModuleInfo(NamedTuple):
         """
         flat = self.flat_inputs(args, old_state_vals, kwargs)
         outs = jax.core.eval_jaxpr(self.jaxpr, self.consts, *flat)
-        return self._process(*args, jaxpr_outs=outs, **kwargs)
+        return self.sort_outputs(outs)
 
-    def _process(
-        self, *args: Any, jaxpr_outs: Sequence[jax.Array], **kwargs: Any
+    def sort_outputs(
+        self, jaxpr_outs: Sequence[jax.Array]
     ) -> tuple[PyTree, dict[Path, Any], dict[Path, Any], dict[Var, jax.Array]]:
         """Sort the outputs of the jaxpr, or of a rewritten one with the same outputs."""
         num_main = self.num_var_out + self.num_var_state
-        tree = self.stateful_model.get_out_treedef(*args, **kwargs)
-        out, states = jax.tree.unflatten(tree, jaxpr_outs[:num_main])
+        out, states = jax.tree.unflatten(self.out_tree, jaxpr_outs[:num_main])
         _, hidden, others = self._split(list(states))
         outvars = self.jaxpr.outvars
         temps = {
@@ -227,6 +240,7 @@ def extract_module_info(
     model: brainstate.nn.Module,
     *model_args: Any,
     control_flow: ControlFlowPolicy | None = None,
+    environ_inputs: Collection[str] = CHANGING,
     **model_kwargs: Any,
 ) -> ModuleInfo:
     """Trace one step of a model and flatten it.
@@ -242,6 +256,8 @@ def extract_module_info(
         Example inputs of one step.
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
+    environ_inputs : collection of str
+        Keys of brainstate's environment whose values are inputs of the step, if it reads them.
 
     Returns
     -------
@@ -256,12 +272,19 @@ def extract_module_info(
         If the step writes a ``ParamState``, or a hidden state is complex.
     """
     policy = ControlFlowPolicy() if control_flow is None else control_flow
-    stateful = brainstate.transform.StatefulFunction(model, return_only_write=False)
     owner = model.module if isinstance(model, brainstate.nn.Vmap) else model
     retrieved: Any = owner.states()
-    with _kept_flags(retrieved.values()), _told_to_initialise(model):
-        stateful.make_jaxpr(*model_args, **model_kwargs)
-    key = stateful.get_arg_cache_key(*model_args, **model_kwargs)
+
+    def trace(given: EnvironmentValues | None) -> Any:
+        step = model if given is None else bind_environment(model)
+        args = model_args if given is None else (given, *model_args)
+        stateful = brainstate.transform.StatefulFunction(step, return_only_write=False)
+        with _kept_flags(retrieved.values()), _told_to_initialise(model):
+            stateful.make_jaxpr(*args, **model_kwargs)
+        return stateful, args
+
+    (stateful, args), environment = trace_reads(trace, environ_inputs)
+    key = stateful.get_arg_cache_key(*args, **model_kwargs)
     states = tuple(stateful.get_states_by_cache(key))
     retrieved = _with_external_states(retrieved, states)
     id_to_path = {id(state): path for path, state in retrieved.items()}
@@ -312,7 +335,9 @@ def extract_module_info(
         num_var_out=num_out,
         num_var_state=num_state,
         control_flow=policy,
-        in_tree=jax.tree.structure((model_args, model_kwargs, tuple(s.value for s in states))),
+        in_tree=jax.tree.structure((args, model_kwargs, tuple(s.value for s in states))),
+        out_tree=jax.tree.structure(shapes),
+        environment=environment,
     )
 
 

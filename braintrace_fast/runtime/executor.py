@@ -22,13 +22,18 @@ from ..compiler import (
     HiddenGroup,
     compile_etrace_graph,
 )
+from ..compiler.environment import CHANGING
 from ..compiler.transition import Plane
 from ..config import check_backend, resolve_backend
+from ..errors import NotSupportedError
 from ..kernels.dispatch import Backend
 from .factors import Factors, StepRunner, Values
 from .input_data import has_multi_step_data, single_step, split_window
 
 __all__ = ['ETraceGraphExecutor', 'ETraceVjpGraphExecutor', 'VjpResiduals']
+
+MOST_VARIANTS = 16
+"""How often a step is compiled for other values of the same keys of the environment."""
 
 Hid2Weight = tuple[dict[int, jax.Array], dict[tuple[int, int], jax.Array]]
 
@@ -100,6 +105,9 @@ class ETraceGraphExecutor:
         self.backend = check_backend(backend)
         self.resolved_backend = Backend()
         self._graph: ETraceGraph | None = None
+        self._graphs: tuple[ETraceGraph, ...] = ()
+        self._example: tuple[Any, ...] = ()
+        self._environ_inputs = set(CHANGING)
         self._runner: StepRunner | None = None
 
     @property
@@ -119,10 +127,12 @@ class ETraceGraphExecutor:
     @property
     def states(self) -> brainstate.util.FlattedDict:
         """The states of the model that the step uses, by path."""
-        info = self.graph.module_info
-        used = {id(state) for state in info.compiled_model_states}
-        states = info.retrieved_model_states
-        return brainstate.util.FlattedDict({p: s for p, s in states.items() if id(s) in used})
+        return _used_states(self.graph)
+
+    @property
+    def first_states(self) -> brainstate.util.FlattedDict:
+        """Those that it used in the environment in which it was compiled at first."""
+        return _used_states(self._graphs[0])
 
     @property
     def path_to_states(self) -> brainstate.util.FlattedDict:
@@ -136,13 +146,60 @@ class ETraceGraphExecutor:
 
     def compile_graph(self, *args: Any) -> None:
         """Compile the model for inputs like these; windows count as their first step."""
-        self._set_graph(
-            compile_etrace_graph(self.model, *single_step(args), control_flow=self.control_flow)
+        self._example = jax.tree.map(_shape_if_traced, single_step(args))
+        self._graph = self._compile()
+        self._graphs = (self._graph,)
+        self.choose_backend(self.backend)
+
+    def _compile(self) -> ETraceGraph:
+        return compile_etrace_graph(
+            self.model,
+            *self._example,
+            control_flow=self.control_flow,
+            environ_inputs=self._environ_inputs,
         )
 
-    def _set_graph(self, graph: ETraceGraph) -> None:
-        self._graph = graph
-        self.choose_backend(self.backend)
+    def follow_environment(self) -> bool:
+        """Take the graph for brainstate's present environment, compiled now if there is none yet.
+
+        Numbers that change become inputs of the step. For other values, flags for one, there is a
+        graph each.
+
+        Returns
+        -------
+        bool
+            Whether it is another one than before.
+
+        Raises
+        ------
+        NotSupportedError
+            If there are too many values to keep a graph for each.
+        """
+        environment = self.graph.module_info.environment
+        if environment.fits():
+            return False
+        self._runner = None
+        for graph in self._graphs:
+            if graph.module_info.environment.fits():
+                self._graph = graph
+                return True
+        if len(self._graphs) == MOST_VARIANTS:
+            raise NotSupportedError(
+                f'The step was compiled for {MOST_VARIANTS} values of the environment, and they '
+                f'changed again: {", ".join(environment.changes())}. The model uses them to decide '
+                'what to compute (a branch of Python, a shape), so that each value is another '
+                'program. Pass what changes often as an input of the model, and use jax.lax.cond '
+                'or jax.numpy.where to decide.'
+            )
+        self._environ_inputs |= environment.moved()
+        with jax.ensure_compile_time_eval():  # nothing of a surrounding transformation is kept
+            self._graph = self._compile()
+        self._graphs += (self._graph,)
+        return True
+
+    def with_environment(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs of a step, after what it reads of the environment, if it reads anything."""
+        return self.graph.module_info.with_environment(args)
 
     def choose_backend(self, backend: str, strict: bool | Collection[str] = False) -> None:
         """Decide now what the kernels of this graph run with."""
@@ -238,6 +295,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
             per group the Jacobian ``(*varshape, S, S)``. For windows, results and Jacobians have a
             leading time axis.
         """
+        self.follow_environment()
         params, hidden, others = self.values()
 
         def step(hidden: Values, others: Values, step_args: tuple[Any, ...]) -> Any:
@@ -266,6 +324,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
                 "A window of steps (MultiStepData) needs vjp_method='multi-step'; with "
                 "'single-step' give the inputs of one step at a time."
             )
+        self.follow_environment()
         params, hidden, others = self.values()
         traced_paths = {p for p, _ in CompilationReport(self.graph).etrace_weights}
         traced = {path: v for path, v in params.items() if path in traced_paths}
@@ -347,6 +406,17 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
             for group, D in zip(self.graph.hidden_groups, factors.D, strict=True)
         ]
         return (xs, dfs), h2h
+
+
+def _shape_if_traced(a: Any) -> Any:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype) if isinstance(a, jax.core.Tracer) else a
+
+
+def _used_states(graph: ETraceGraph) -> brainstate.util.FlattedDict:
+    info = graph.module_info
+    used = {id(state) for state in info.compiled_model_states}
+    states = info.retrieved_model_states
+    return brainstate.util.FlattedDict({p: s for p, s in states.items() if id(s) in used})
 
 
 def _stack(group: HiddenGroup, planes: tuple[Plane, ...]) -> jax.Array:

@@ -67,6 +67,7 @@ class FactorizedEngine:
     """
 
     is_small = True
+    restarts = False
 
     def __init__(
         self,

@@ -39,12 +39,19 @@ class Factors(NamedTuple):
         Per group, ``d h_s(t) / d h_q(t-1)``, ``[s][q]``.
     varying : tuple
         Per relation and trainable input, the values that its way reads besides parameters.
+    keep : jax.Array, optional
+        Per example, or for all, 0 where the states started anew before the step; ``D`` holds it.
     """
 
     x: tuple[jax.Array | None, ...]
     f: tuple[tuple[tuple[Plane, ...], ...], ...]
     D: tuple[tuple[tuple[Plane, ...], ...], ...]
     varying: tuple[dict[str, tuple[jax.Array, ...]], ...]
+    keep: jax.Array | None = None
+
+    def after_restart(self, keep: jax.Array | None) -> 'Factors':
+        """The same where some examples started anew before the step."""
+        return self if keep is None else self._replace(D=kept(self.D, keep), keep=keep)
 
 
 class Entry(NamedTuple):
@@ -85,6 +92,10 @@ class Signals(NamedTuple):
     c: tuple[jax.Array, ...]
     L: tuple[tuple[Plane, ...], ...]
     R: tuple[tuple[Plane, ...], ...]
+
+    def after_restart(self, keep: jax.Array | None) -> 'Signals':
+        """The same where some examples started anew before the step."""
+        return self if keep is None else self._replace(R=kept(self.R, keep))
 
 
 class StepRunner:
@@ -215,8 +226,11 @@ def as_window(
         )
         for relation, *own in zip(relations, factors.f, shapes.f, strict=True)
     )
-    x = stacked(factors.x, steps, shapes.x)
-    return Factors(x, f, factors.D, stacked(factors.varying, steps, shapes.varying))
+    x, varying, keep = (
+        stacked(getattr(factors, name), steps, getattr(shapes, name))
+        for name in ('x', 'varying', 'keep')
+    )
+    return Factors(x, f, factors.D, varying, keep)
 
 
 def without_zeros(signals: Signals, are_zero: Signals) -> Signals:
@@ -234,6 +248,16 @@ def without_zeros(signals: Signals, are_zero: Signals) -> Signals:
 def stacked(tree: PyTree, steps: int, shapes: PyTree) -> PyTree:
     """Arrays with a leading axis of all steps, from what a loop gives; with shapes of one step."""
     return jax.tree.map(lambda a, one: jnp.broadcast_to(a, (steps, *one.shape)), tree, shapes)
+
+
+def kept(planes: PyTree, keep: jax.Array) -> PyTree:
+    """Planes that multiply the past, zero where it does not count."""
+    return jax.tree.map(lambda plane: per_example(keep, plane) * plane, planes)
+
+
+def per_example(values: jax.Array, like: jax.Array) -> jax.Array:
+    """Values of the leading axes of a plane, to be broadcast to it."""
+    return values.reshape(*values.shape, *[1] * (like.ndim - values.ndim)).astype(like.dtype)
 
 
 def places_of(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ..compiler import ETraceGraph
 from ..compiler.transition import Plane
 from ..kernels.dispatch import PLAIN, Backend
-from .factors import Entry, Factors, Signals, Values, group_plane
+from .factors import Entry, Factors, Signals, Values, group_plane, per_example
 from .gradient import GradientSum
 from .materialized import MaterializedEngine, Trace
 
@@ -41,6 +41,7 @@ class FilteredEngine:
     """
 
     is_small = False
+    restarts = True
 
     def __init__(
         self,
@@ -122,6 +123,8 @@ class FilteredEngine:
             jnp.full((*leading, *plane.shape), self.kappa, plane.dtype)
             for plane in map(group_plane, self.graph.hidden_groups)
         ]
+        if factors.keep is not None:
+            keep = [per_example(factors.keep, plane) * plane for plane in keep]
         return factors._replace(
             D=tuple(map(with_filter, factors.D, keep)),
             f=tuple(tuple((*f, *f) for f in groups) for groups in factors.f),

@@ -56,6 +56,7 @@ class MaterializedEngine:
     """
 
     is_small = False
+    restarts = True
 
     def __init__(
         self,

@@ -236,6 +236,34 @@ def test_reset_state_zeroes_trace_and_counter(rule):
     same(grads_of(learner), true)
 
 
+@both_rules
+def test_a_plain_step_of_a_multi_step_learner_is_a_chunk_of_one(rule):
+    learner = new_learner(rule, vjp_method='multi-step')
+    found = grads_of(learner, reduction='sum')
+    other = new_learner(rule, vjp_method='multi-step')
+
+    def chunk(x, target):
+        return jnp.mean((other(btf.MultiStepData(x[None])) - target) ** 2)
+
+    same(
+        found,
+        other.etrace_grad(jnp.asarray(XS), jnp.asarray(TARGETS), step_fn=chunk, reduction='sum'),
+    )
+    same(weighted(per_step(new_learner(rule, vjp_method='multi-step'))[0], np.ones(STEPS)), found)
+    if rule == 'd_rtrl':
+        model = new_learner().model
+        true = testing.recurrence(
+            model,
+            jnp.asarray(XS),
+            jnp.asarray(TARGETS),
+            step_fn=lambda x, target: jnp.mean((model(x) - target) ** 2),
+            window=1,
+        )
+        same(found, true)
+    single = grads_of(new_learner(rule), reduction='sum')
+    assert testing.compare(found, single).worst > 0.01
+
+
 def test_chunks_of_one_are_single_steps_and_windows_are_multi_step_data():
     same(grads_of(new_learner(), chunk_size=1), grads_of(new_learner()))
     learner = new_learner(vjp_method='multi-step')

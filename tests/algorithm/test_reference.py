@@ -237,8 +237,10 @@ def learner_of(lib: ModuleType, name: str, rule: str, steps: int = STEPS, **opti
     return learner, xs
 
 
-def gradient(lib: ModuleType, name: str, rule: str = 'd_rtrl', steps: int = STEPS) -> Any:
-    learner, xs = learner_of(lib, name, rule, steps)
+def gradient(
+    lib: ModuleType, name: str, rule: str = 'd_rtrl', steps: int = STEPS, **options: Any
+) -> Any:
+    learner, xs = learner_of(lib, name, rule, steps, **options)
     return learner.etrace_grad(xs, step_fn=lambda x: random_projection(learner(x)), reduction='sum')
 
 
@@ -305,6 +307,12 @@ def test_same_gradient_where_the_reference_is_right(reference, name, rule):
 @pytest.mark.parametrize('name', RIGHT_MULTI_STEP)
 def test_same_gradient_of_windows(reference, name):
     ours, theirs = (window_gradient(lib, name, 'd_rtrl') for lib in (btf, reference))
+    assert_same(ours, theirs, RIGHT_MULTI_STEP[name])
+
+
+@pytest.mark.parametrize('name', ['vanilla', 'gru', 'lstm'])
+def test_same_gradient_of_plain_steps_by_a_multi_step_learner(reference, name):
+    ours, theirs = (gradient(lib, name, vjp_method='multi-step') for lib in (btf, reference))
     assert_same(ours, theirs, RIGHT_MULTI_STEP[name])
 
 
