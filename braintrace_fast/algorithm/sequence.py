@@ -162,7 +162,8 @@ class SequenceDriverMixin:
             Trees of arrays with a common leading length; their slices are passed to ``step_fn``.
         step_fn : callable
             Calls the learner once, and returns the loss of the step (with a window, one loss per
-            step).
+            step). It may write states of its own, but no hidden state and no weight; an episode
+            starts with ``learner(x, reset=True)``.
         mask : array, optional
             A weight for the loss of every step. The model and the trace advance in any case. Where
             another signal takes the place of the loss's (a modulator, random feedback), it is

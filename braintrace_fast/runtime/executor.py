@@ -191,7 +191,7 @@ class ETraceGraphExecutor:
                 'program. Pass what changes often as an input of the model, and use jax.lax.cond '
                 'or jax.numpy.where to decide.'
             )
-        self._environ_inputs |= environment.moved()
+        self._environ_inputs = self._environ_inputs | environment.moved()
         with jax.ensure_compile_time_eval():  # nothing of a surrounding transformation is kept
             self._graph = self._compile()
         self._graphs += (self._graph,)
