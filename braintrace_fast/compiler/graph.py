@@ -146,7 +146,7 @@ class ETraceGraph(NamedTuple):
             )
         flat = self.module_info.flat_inputs(args, old_state_vals)
         outs = self.hidden_perturb.eval_jaxpr(flat, perturb_data)
-        return self.module_info._process(*args, jaxpr_outs=outs)
+        return self.module_info._process(outs)
 
     def call_exit_perturb(
         self,
@@ -179,7 +179,7 @@ class ETraceGraph(NamedTuple):
             )
         flat = self.module_info.flat_inputs(args, old_state_vals)
         outs = self.exit_perturb.eval_jaxpr(flat, y_perturb, exit_perturb, bypass_perturb)
-        return self.module_info._process(*args, jaxpr_outs=outs)
+        return self.module_info._process(outs)
 
     def dict(self) -> dict[str, Any]:
         """The fields by name."""

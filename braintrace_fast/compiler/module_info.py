@@ -64,6 +64,8 @@ class ModuleInfo(NamedTuple):
         The policy used.
     in_tree : PyTreeDef
         The structure (units included) of the arguments and states that the step was traced with.
+    out_tree : PyTreeDef
+        That of the results and the new states.
 
     Examples
     --------
@@ -95,6 +97,7 @@ class ModuleInfo(NamedTuple):
     num_var_state: int
     control_flow: ControlFlowPolicy = ControlFlowPolicy()
     in_tree: Any = None
+    out_tree: Any = None
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -181,15 +184,14 @@ class ModuleInfo(NamedTuple):
         """
         flat = self.flat_inputs(args, old_state_vals, kwargs)
         outs = jax.core.eval_jaxpr(self.jaxpr, self.consts, *flat)
-        return self._process(*args, jaxpr_outs=outs, **kwargs)
+        return self._process(outs)
 
     def _process(
-        self, *args: Any, jaxpr_outs: Sequence[jax.Array], **kwargs: Any
+        self, jaxpr_outs: Sequence[jax.Array]
     ) -> tuple[PyTree, dict[Path, Any], dict[Path, Any], dict[Var, jax.Array]]:
         """Sort the outputs of the jaxpr, or of a rewritten one with the same outputs."""
         num_main = self.num_var_out + self.num_var_state
-        tree = self.stateful_model.get_out_treedef(*args, **kwargs)
-        out, states = jax.tree.unflatten(tree, jaxpr_outs[:num_main])
+        out, states = jax.tree.unflatten(self.out_tree, jaxpr_outs[:num_main])
         _, hidden, others = self._split(list(states))
         outvars = self.jaxpr.outvars
         temps = {
@@ -313,6 +315,7 @@ def extract_module_info(
         num_var_state=num_state,
         control_flow=policy,
         in_tree=jax.tree.structure((model_args, model_kwargs, tuple(s.value for s in states))),
+        out_tree=stateful.get_out_treedef_by_cache(key),
     )
 
 
