@@ -153,7 +153,7 @@ def can_be_mapped(eqn: JaxprEqn) -> bool:
 
 
 def _has_rule(eqn: JaxprEqn) -> bool:
-    """Whether all primitives inside have a rule for ``jax.vmap`` that does not depend on a choice."""
+    """Whether all primitives inside have a rule for ``jax.vmap`` that cannot refuse."""
     name = eqn.primitive.name
     if eqn.primitive not in fancy_primitive_batchers and name not in _MAPPED_WITHOUT_RULE:
         return False

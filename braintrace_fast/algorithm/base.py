@@ -21,6 +21,7 @@ from ..compiler.transition import Plane
 from ..errors import NotSupportedError
 from ..kernels import dispatch
 from ..kernels.dispatch import Backend, Choice
+from ..runtime.asked import Cut, define_vjp
 from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
 from ..runtime.factors import Entry, Factors, Signals, Values
 from ..runtime.gradient import GradientSum
@@ -574,6 +575,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return out, hidden, others, engine.advance(entry, factors, params, t)
 
         def forward(
+            cut: Cut,
             modulator: Any,
             args: Any,
             params: Values,
@@ -582,7 +584,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             entry: Entry,
             t: Any,
         ) -> Any:
-            results, vjp, factors = runner.run_with_vjp(args, params, hidden, others)
+            results, vjp, factors = runner.run_with_vjp(args, params, hidden, others, cut)
             new_trace = engine.advance(entry, factors, params, t)
             return (*results, new_trace), (
                 modulator,
@@ -603,7 +605,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             engine.gradients(total, entry, trace, factors, signals, t)
             return None, ct_args, total.result(), None, None, None, None
 
-        step.defvjp(forward, backward)
+        define_vjp(step, forward, backward, place=1)
         return step(*inputs)
 
     def _window(self, *inputs: Any) -> Any:
@@ -634,13 +636,19 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         window = jax.custom_vjp(run)
 
         def forward(
-            args: Any, params: Values, hidden: Values, others: Values, entry: Entry, t: Any
+            cut: Cut,
+            args: Any,
+            params: Values,
+            hidden: Values,
+            others: Values,
+            entry: Entry,
+            t: Any,
         ) -> Any:
             if self.vjp_method != 'multi-step':
                 raise NotImplementedError(self._needs_multi_step())
 
             def main(args: Any, params: Values, hidden: Values) -> Any:
-                *results, new_trace = run(args, params, hidden, others, entry, t)
+                *results, new_trace = run(cut(args), params, hidden, others, entry, t)
                 return tuple(results), new_trace
 
             results, vjp, new_trace = jax.vjp(main, args, params, hidden, has_aux=True)
@@ -655,7 +663,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             engine.entry_gradients(total, entry, planes, t - 1)
             return ct_args, total.result(), None, None, None, None
 
-        window.defvjp(forward, backward)
+        define_vjp(window, forward, backward, place=0)
         return window(*inputs)
 
 
