@@ -4,12 +4,10 @@ The file is an uncompressed ``.npz`` without pickled objects: the arrays ``0``, 
 ``meta``, JSON that says what each of them is.
 """
 
-import contextlib
 import hashlib
 import inspect
 import json
 import os
-import uuid
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path as FilePath
@@ -23,6 +21,7 @@ import saiunit as u
 
 from .._typing import PyTree
 from ..errors import CheckpointError
+from . import atomic_file
 
 __all__ = ['load', 'save']
 
@@ -39,7 +38,7 @@ States = dict[str, brainstate.State]
 
 def save(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> None:
     """Write the state of a learner, all or nothing."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     described: dict[str, Any] = {}
     for name, state in _states(learner, others).items():
         leaves = {}
@@ -57,7 +56,8 @@ def save(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
         'states': described,
     }
     text = json.dumps(meta).encode('utf-8')
-    _write(FilePath(path), {'meta': np.frombuffer(text, np.uint8), **arrays})
+    arrays['meta'] = np.frombuffer(text, np.uint8)
+    atomic_file.write(path, lambda file: np.savez(file, **arrays))
 
 
 def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> None:
@@ -298,26 +298,6 @@ def _unreadable(path: FilePath) -> CheckpointError:
     return CheckpointError(
         f'{path} is truncated or damaged, or was not written by learner.save(path).'
     )
-
-
-def _write(path: FilePath, arrays: Mapping[str, Any]) -> None:
-    """Write a file that is there in full or not at all."""
-    temporary = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
-    try:
-        with open(temporary, 'xb') as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not all systems let a directory be synchronised
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def _library_version() -> str:

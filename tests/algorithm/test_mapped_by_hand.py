@@ -1,4 +1,4 @@
-"""A learner of one example, mapped over a batch by hand, gives what a learner of the batch gives."""
+"""A learner of one example, mapped over a batch by hand, gives what one of the batch gives."""
 
 import itertools
 
