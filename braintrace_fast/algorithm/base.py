@@ -302,6 +302,26 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         other.plan, other.choices = None, other._choose_kernels()
         return other
 
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        raise self._copy_error()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._copy_error()
+
+    def _copy_error(self) -> TypeError:
+        """The error for deep copies and pickles, whose steps would belong to others' states."""
+        return TypeError(
+            f'{type(self).__name__} can be neither deep-copied nor pickled: what is compiled '
+            "belongs to its own model's states. Compile a second learner of another model, and carry the "
+            'state over: learner.save(path), other.load(path). Another learner of the same model '
+            'is learner.with_backend(learner.backend).'
+        )
+
     def _choose_kernels(self, steps: int = 64) -> list[Choice]:
         """Which implementations a step takes, and the gradient of a window of so many steps."""
         if self.resolved_backend.name == 'jax':
@@ -548,6 +568,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 'The learner is not compiled yet. Make it with braintrace_fast.compile(model, '
                 'algorithm, *inputs), or call compile_graph(*inputs) first.'
             )
+        if self.model is not self.graph_executor.model:  # copied as a part of something else
+            raise self._copy_error()
         states: Any = self.model.states()
         used = self.graph_executor.states.items()
         replaced = [p for p, state in used if states.get(p, state) is not state]

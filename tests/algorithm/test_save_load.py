@@ -1,8 +1,10 @@
 """A learner goes on from a file as if it had never stopped; a file that does not fit is refused."""
 
+import copy
 import functools
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -118,6 +120,32 @@ def test_a_mapped_learner_is_saved_and_loaded(tmp_path):
     second.load(tmp_path / 'learner.npz')
     np.testing.assert_array_equal(second(x), expected)
     assert_same(everything(second.module), everything(first.module))
+
+
+@pytest.mark.parametrize('duplicate', [copy.deepcopy, pickle.dumps])
+def test_a_deep_copy_and_a_pickle_are_refused(duplicate):
+    learner = new_learner()
+    mapped = btf.ETraceVmap(learner)
+    for whole in (learner, mapped, {'learner': learner}):
+        with pytest.raises(TypeError, match=r'learner\.save\(path\)'):
+            duplicate(whole)
+
+
+def test_a_learner_that_was_copied_as_a_part_is_refused_where_it_is_used():
+    class Agent(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.learner = new_learner()
+
+    agent = copy.deepcopy(Agent())  # by brainstate, which asks no part
+    with pytest.raises(TypeError, match=r'learner\.save\(path\)'):
+        agent.learner(jnp.asarray(XS[0]))
+
+
+def test_a_shallow_copy_shares_all():
+    learner = new_learner()
+    other = copy.copy(learner)
+    assert type(other) is type(learner) and vars(other) == vars(learner)
 
 
 def test_more_states_are_kept_on_request(tmp_path):
