@@ -317,9 +317,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """The error for deep copies and pickles, whose steps would belong to others' states."""
         return TypeError(
             f'{type(self).__name__} can be neither deep-copied nor pickled: what is compiled '
-            "belongs to its own model's states. Compile a second learner of another model, and carry the "
-            'state over: learner.save(path), other.load(path). Another learner of the same model '
-            'is learner.with_backend(learner.backend).'
+            "belongs to its own model's states. Compile a second learner of another model, and "
+            'carry the state over: learner.save(path), other.load(path). Another learner of the '
+            'same model is learner.with_backend(learner.backend).'
         )
 
     def _choose_kernels(self, steps: int = 64) -> list[Choice]:

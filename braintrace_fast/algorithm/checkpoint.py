@@ -100,6 +100,8 @@ def _states(learner: Any, others: Mapping[str, Any]) -> States:
 
 
 def _nested(other: Any) -> dict[tuple, brainstate.State]:
+    if isinstance(other, brainstate.graph.Node) and not isinstance(other, brainstate.nn.Module):
+        return dict(brainstate.graph.states(other).items())  # an optimiser
     states: Any = other.states() if isinstance(other, brainstate.nn.Module) else other
     flat, _ = jax.tree.flatten_with_path(
         dict(states), is_leaf=lambda x: isinstance(x, brainstate.State)
@@ -166,6 +168,8 @@ def _restored(value: PyTree, described: Any, arrays: Mapping[str, Any], path: An
             restored = np.ascontiguousarray(stored).view(jnp.result_type(array))
             restored = restored.reshape(expected.shape)
         if isinstance(array, jax.Array):
+            if jax.typeof(array).weak_type and not array.ndim:
+                restored = jnp.asarray(restored.item())  # of a type as weak as it was
             restored = jax.device_put(restored, array.sharding)
         elif not isinstance(array, np.ndarray):
             restored = type(array)(restored.item())

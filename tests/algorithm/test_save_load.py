@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import brainstate
+import braintools
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,6 +165,32 @@ def test_more_states_are_kept_on_request(tmp_path):
         learner.load(tmp_path / 'a')
     with pytest.raises(TypeError, match='expected states'):
         learner.save(tmp_path / 'a', others={'wrong': {'a': 1.0}})
+
+
+def test_an_optimiser_goes_on_bit_by_bit(tmp_path):
+    def trained(calls, path=None):
+        learner = new_learner(unit=1)
+        optimiser = braintools.optim.Adam(0.1)
+        optimiser.register_trainable_weights(learner.param_states)
+        others = {'optimiser': optimiser}
+        if path is not None:
+            learner.load(path, others)
+        for _ in range(calls):
+            optimiser.update(learner.etrace_grad(XS, step_fn=lambda x: (learner(x) ** 2).mean()))
+        return learner, others
+
+    learner, others = trained(2)
+    learner.save(tmp_path / 'a', others)
+    brainstate.random.seed(9)
+    resumed, optimisers = trained(1, tmp_path / 'a')
+    brainstate.random.seed(0)
+    whole, expected = trained(3)
+    assert_same(everything(resumed), everything(whole))
+    for a, b in zip(*(o['optimiser'].state_dict().values() for o in (optimisers, expected))):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for found, true in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_array_equal(found, true)
+            assert jax.typeof(found) == jax.typeof(true)  # weak types too
 
 
 def test_the_budget_that_windows_were_planned_with_comes_back(tmp_path):
