@@ -146,6 +146,8 @@ def _stored(leaf: Any) -> np.ndarray:
     array = u.get_mantissa(leaf)
     if isinstance(array, jax.core.Tracer):
         raise ValueError('A learner cannot be saved inside jit or another transformation.')
+    if isinstance(array, bool | int | float):  # in full, as Python computes with it
+        return np.asarray(array)
     stored = np.asarray(jax.random.key_data(array) if _is_key(array) else jnp.asarray(array))
     if stored.dtype.kind not in 'biufc':  # bfloat16 and its like, which NumPy does not know
         stored = stored.view(np.dtype(f'u{stored.dtype.itemsize}'))
@@ -160,19 +162,22 @@ def _restored(value: PyTree, described: Any, arrays: Mapping[str, Any], path: An
         array = u.get_mantissa(leaf)
         expected = _stored(leaf)
         stored = arrays.get(entry['array'])
+        if stored is not None and not stored.ndim and stored.dtype.kind == expected.dtype.kind:
+            stored = stored.astype(expected.dtype)  # a Python number may since be an array
         if stored is None or (stored.shape, stored.dtype) != (expected.shape, expected.dtype):
             raise CheckpointError(f'{path} is damaged: array {entry["array"]} is not as described.')
         if _is_key(array):
             restored: Any = jax.random.wrap_key_data(stored, impl=jax.random.key_impl(array))
+        elif not isinstance(array, jax.Array | np.ndarray):
+            restored = type(array)(stored.item())
         else:
             restored = np.ascontiguousarray(stored).view(jnp.result_type(array))
             restored = restored.reshape(expected.shape)
         if isinstance(array, jax.Array):
             if jax.typeof(array).weak_type and not array.ndim:
-                restored = jnp.asarray(restored.item())  # of a type as weak as it was
+                weak = jnp.asarray(restored.item())
+                restored = weak if weak.dtype == array.dtype else restored
             restored = jax.device_put(restored, array.sharding)
-        elif not isinstance(array, np.ndarray):
-            restored = type(array)(restored.item())
         new.append(u.Quantity(restored, unit=leaf.unit) if _is_quantity(leaf) else restored)
     return jax.tree.unflatten(tree, new)
 

@@ -186,11 +186,12 @@ def test_an_optimiser_goes_on_bit_by_bit(tmp_path):
     brainstate.random.seed(0)
     whole, expected = trained(3)
     assert_same(everything(resumed), everything(whole))
-    for a, b in zip(*(o['optimiser'].state_dict().values() for o in (optimisers, expected))):
+    found, true = (o['optimiser'].state_dict() for o in (optimisers, expected))
+    for a, b in zip(found.values(), true.values(), strict=True):
         assert jax.tree.structure(a) == jax.tree.structure(b)
-        for found, true in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            np.testing.assert_array_equal(found, true)
-            assert jax.typeof(found) == jax.typeof(true)  # weak types too
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_array_equal(x, y)
+            assert jax.typeof(x) == jax.typeof(y)  # weak types too
 
 
 def test_the_budget_that_windows_were_planned_with_comes_back(tmp_path):
