@@ -411,15 +411,16 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         That is all states of the model (parameters, hidden states, random keys that the step uses,
         and others), the traces and the counters. The file holds arrays and plain metadata, no code.
-        It is replaced as a whole: whenever the process ends, the old or the new one is there.
+        It is replaced as a whole: whenever the process ends, the old or the new one is there. What
+        a killed process left beside it is removed by the next save to the same path.
 
         Parameters
         ----------
         path : path
             The file, with any suffix; ``.npz`` describes it.
         others : dict, optional
-            More to keep with it, by name: states, dicts of states, or modules. An optimiser and
-            ``brainstate.random.DEFAULT`` belong here if training is to go on bit by bit.
+            More to keep with it, by name: states, dicts of states, modules, or optimisers. An
+            optimiser and ``brainstate.random.DEFAULT`` belong here if training is to go on bit by bit.
 
         Examples
         --------
