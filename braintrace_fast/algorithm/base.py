@@ -420,7 +420,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             The file, with any suffix; ``.npz`` describes it.
         others : dict, optional
             More to keep with it, by name: states, dicts of states, modules, or optimisers. An
-            optimiser and ``brainstate.random.DEFAULT`` belong here if training is to go on bit by bit.
+            optimiser and ``brainstate.random.DEFAULT`` belong here if training is to go on bit by
+            bit.
 
         Examples
         --------
