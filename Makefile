@@ -14,7 +14,7 @@ find-python = $(shell \
 			print(sys.executable)' 2>/dev/null && break; \
 	done)
 
-.PHONY: help demo bench bench-quick bench-gate bench-work bench-record test test-slow test-matrix accelerators lint format types wheel clean
+.PHONY: help demo bench bench-quick bench-gate bench-work bench-record test test-slow test-matrix soak accelerators lint format types wheel clean
 .PRECIOUS: .venv/%/.ready
 
 help: ## list the targets
@@ -80,6 +80,12 @@ test-slow: ## run the rest of the suite, which repeats slowly what `make test` d
 test-%: .venv/%/.ready
 	@echo "==> test: pytest in .venv/$* on $(WORKERS) workers, tests that are $(MARKS)"
 	@JAX_PLATFORMS=cpu .venv/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" $(ARGS)
+
+STEPS ?= 20000
+
+soak: .venv/py311/.ready ## kill a learner at random over STEPS=20000 steps, and compare (ARGS="--kills 30 --seed 1")
+	@echo "==> soak: python -m tests.soak in .venv/py311"
+	@JAX_PLATFORMS=cpu .venv/py311/bin/python -m tests.soak --steps $(STEPS) $(ARGS)
 
 accelerators: .venv/accelerators/.ready ## compile every kernel for GPUs and TPUs, of which none is needed
 	@echo "==> accelerators: python -m accelerators in .venv/accelerators"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax.extend.core import DebugInfo, DropVar, Literal, Primitive, jaxprs_in_params
+from jax.interpreters.batching import fancy_primitive_batchers
 
 if TYPE_CHECKING:  # JAX types the variables of a jaxpr as values without shape or dtype
     ClosedJaxpr: TypeAlias = Any
@@ -40,6 +41,7 @@ __all__ = [
     'UNKNOWN_LINE',
     'build_closed_jaxpr',
     'build_jaxpr',
+    'can_be_mapped',
     'equation_function',
     'jaxprs_in_params',
     'new_var',
@@ -133,6 +135,32 @@ def equation_function(eqn: JaxprEqn) -> Callable[..., list[Any]]:
     results = [new_var(v.aval) for v in eqn.outvars]
     jaxpr = build_jaxpr((), operands, results, [eqn.replace(invars=operands, outvars=results)])
     return lambda *args: jax.core.eval_jaxpr(jaxpr, (), *args)
+
+
+_MAPPED_WITHOUT_RULE = ('custom_jvp_call', 'custom_vjp_call')
+
+
+def can_be_mapped(eqn: JaxprEqn) -> bool:
+    """Whether ``jax.vmap`` can run an equation; if that is in doubt, it is tried."""
+    if _has_rule(eqn):
+        return True
+    mapped = [jax.ShapeDtypeStruct((2, *v.aval.shape), v.aval.dtype) for v in eqn.invars]
+    try:
+        jax.eval_shape(jax.vmap(equation_function(eqn)), *mapped)
+    except Exception:  # rules of other libraries may raise anything
+        return False
+    return True
+
+
+def _has_rule(eqn: JaxprEqn) -> bool:
+    """Whether all primitives inside have a rule for ``jax.vmap`` that cannot refuse."""
+    name = eqn.primitive.name
+    if eqn.primitive not in fancy_primitive_batchers and name not in _MAPPED_WITHOUT_RULE:
+        return False
+    if 'vmap_method' in eqn.params or name == 'custom_vmap_call':
+        return False
+    inner = (e for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
+    return all(map(_has_rule, inner))
 
 
 def source_line(eqn: JaxprEqn) -> str:

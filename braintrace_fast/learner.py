@@ -1,6 +1,7 @@
 """From a model to a learner in one call."""
 
 import contextlib
+import copy
 from typing import Any
 
 import brainstate
@@ -149,6 +150,9 @@ class ETraceVmap(brainstate.nn.Module):
     @modulator.setter
     def modulator(self, value: Any) -> None:
         self.module.modulator = value  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        return type(self)(copy.deepcopy(self.module, memo))  # which says why it cannot be
 
     def __getattr__(self, name: str) -> Any:
         if name == 'module':  # not set yet: copying and unpickling ask before they set it

@@ -21,6 +21,7 @@ from ..compiler.transition import Plane
 from ..errors import NotSupportedError
 from ..kernels import dispatch
 from ..kernels.dispatch import Backend, Choice
+from ..runtime.asked import Cut, define_vjp
 from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
 from ..runtime.factors import Entry, Factors, Signals, Values, kept, per_example
 from ..runtime.gradient import GradientSum
@@ -317,6 +318,26 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         other.plan, other.choices = None, other._choose_kernels()
         return other
 
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        raise self._copy_error()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._copy_error()
+
+    def _copy_error(self) -> TypeError:
+        """The error for deep copies and pickles, whose steps would belong to others' states."""
+        return TypeError(
+            f'{type(self).__name__} can be neither deep-copied nor pickled: what is compiled '
+            "belongs to its own model's states. Compile a second learner of another model, and "
+            'carry the state over: learner.save(path), other.load(path). Another learner of the '
+            'same model is learner.with_backend(learner.backend).'
+        )
+
     def _choose_kernels(self, steps: int = 64) -> list[Choice]:
         """Which implementations a step takes, and the gradient of a window of so many steps."""
         if self.resolved_backend.name == 'jax':
@@ -408,15 +429,17 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         That is all states of the model (parameters, hidden states, random keys that the step uses,
         and others), the traces and the counters. The file holds arrays and plain metadata, no code.
-        It is replaced as a whole: whenever the process ends, the old or the new one is there.
+        It is replaced as a whole: whenever the process ends, the old or the new one is there. What
+        a killed process left beside it is removed by the next save to the same path.
 
         Parameters
         ----------
         path : path
             The file, with any suffix; ``.npz`` describes it.
         others : dict, optional
-            More to keep with it, by name: states, dicts of states, or modules. An optimiser and
-            ``brainstate.random.DEFAULT`` belong here if training is to go on bit by bit.
+            More to keep with it, by name: states, dicts of states, modules, or optimisers. An
+            optimiser and ``brainstate.random.DEFAULT`` belong here if training is to go on bit by
+            bit.
 
         Examples
         --------
@@ -635,6 +658,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 'The learner is not compiled yet. Make it with braintrace_fast.compile(model, '
                 'algorithm, *inputs), or call compile_graph(*inputs) first.'
             )
+        if self.model is not self.graph_executor.model:  # copied as a part of something else
+            raise self._copy_error()
         states: Any = self.model.states()
         used = self.graph_executor.states.items()
         replaced = [p for p, state in used if states.get(p, state) is not state]
@@ -664,6 +689,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return out, hidden, others, engine.advance(entry, factors, params, t)
 
         def forward(
+            cut: Cut,
             modulator: Any,
             keep: Any,
             args: Any,
@@ -673,7 +699,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             entry: Entry,
             t: Any,
         ) -> Any:
-            results, vjp, factors = runner.run_with_vjp(args, params, hidden, others)
+            results, vjp, factors = runner.run_with_vjp(args, params, hidden, others, cut)
             factors = factors.after_restart(keep)
             new_trace = engine.advance(entry, factors, params, t)
             return (*results, new_trace), (
@@ -696,7 +722,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             engine.gradients(total, entry, trace, factors, signals, t)
             return None, None, ct_args, total.result(), None, None, None, None
 
-        step.defvjp(forward, backward)
+        define_vjp(step, forward, backward, place=2)
         return step(*inputs)
 
     def _window(self, *inputs: Any) -> Any:
@@ -739,13 +765,20 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         window = jax.custom_vjp(run)
 
         def forward(
-            keep: Any, args: Any, params: Values, hidden: Values, others: Values, entry: Any, t: Any
+            cut: Cut,
+            keep: Any,
+            args: Any,
+            params: Values,
+            hidden: Values,
+            others: Values,
+            entry: Entry,
+            t: Any,
         ) -> Any:
             if self.vjp_method != 'multi-step':
                 raise NotImplementedError(self._needs_multi_step())
 
             def main(args: Any, params: Values, hidden: Values) -> Any:
-                *results, new_trace = run(keep, args, params, hidden, others, entry, t)
+                *results, new_trace = run(keep, cut(args), params, hidden, others, entry, t)
                 return tuple(results), new_trace
 
             results, vjp, new_trace = jax.vjp(main, args, params, hidden, has_aux=True)
@@ -762,7 +795,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             engine.entry_gradients(total, entry, planes, t - 1)
             return None, ct_args, total.result(), None, None, None, None
 
-        window.defvjp(forward, backward)
+        define_vjp(window, forward, backward, place=1)
         return window(*inputs)
 
 

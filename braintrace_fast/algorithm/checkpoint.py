@@ -4,12 +4,10 @@ The file is an uncompressed ``.npz`` without pickled objects: the arrays ``0``, 
 ``meta``, JSON that says what each of them is.
 """
 
-import contextlib
 import hashlib
 import inspect
 import json
 import os
-import uuid
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path as FilePath
@@ -23,6 +21,7 @@ import saiunit as u
 
 from .._typing import PyTree
 from ..errors import CheckpointError
+from . import atomic_file
 
 __all__ = ['load', 'save']
 
@@ -39,7 +38,7 @@ States = dict[str, brainstate.State]
 
 def save(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> None:
     """Write the state of a learner, all or nothing."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     described: dict[str, Any] = {}
     for name, state in _states(learner, others).items():
         leaves = {}
@@ -57,7 +56,8 @@ def save(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
         'states': described,
     }
     text = json.dumps(meta).encode('utf-8')
-    _write(FilePath(path), {'meta': np.frombuffer(text, np.uint8), **arrays})
+    arrays['meta'] = np.frombuffer(text, np.uint8)
+    atomic_file.write(path, lambda file: np.savez(file, **arrays))
 
 
 def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> None:
@@ -100,6 +100,8 @@ def _states(learner: Any, others: Mapping[str, Any]) -> States:
 
 
 def _nested(other: Any) -> dict[tuple, brainstate.State]:
+    if isinstance(other, brainstate.graph.Node) and not isinstance(other, brainstate.nn.Module):
+        return dict(brainstate.graph.states(other).items())  # an optimiser
     states: Any = other.states() if isinstance(other, brainstate.nn.Module) else other
     flat, _ = jax.tree.flatten_with_path(
         dict(states), is_leaf=lambda x: isinstance(x, brainstate.State)
@@ -144,6 +146,8 @@ def _stored(leaf: Any) -> np.ndarray:
     array = u.get_mantissa(leaf)
     if isinstance(array, jax.core.Tracer):
         raise ValueError('A learner cannot be saved inside jit or another transformation.')
+    if isinstance(array, bool | int | float):  # in full, as Python computes with it
+        return np.asarray(array)
     stored = np.asarray(jax.random.key_data(array) if _is_key(array) else jnp.asarray(array))
     if stored.dtype.kind not in 'biufc':  # bfloat16 and its like, which NumPy does not know
         stored = stored.view(np.dtype(f'u{stored.dtype.itemsize}'))
@@ -158,17 +162,22 @@ def _restored(value: PyTree, described: Any, arrays: Mapping[str, Any], path: An
         array = u.get_mantissa(leaf)
         expected = _stored(leaf)
         stored = arrays.get(entry['array'])
+        if stored is not None and not stored.ndim and stored.dtype.kind == expected.dtype.kind:
+            stored = stored.astype(expected.dtype)  # a Python number may since be an array
         if stored is None or (stored.shape, stored.dtype) != (expected.shape, expected.dtype):
             raise CheckpointError(f'{path} is damaged: array {entry["array"]} is not as described.')
         if _is_key(array):
             restored: Any = jax.random.wrap_key_data(stored, impl=jax.random.key_impl(array))
+        elif not isinstance(array, jax.Array | np.ndarray):
+            restored = type(array)(stored.item())
         else:
             restored = np.ascontiguousarray(stored).view(jnp.result_type(array))
             restored = restored.reshape(expected.shape)
         if isinstance(array, jax.Array):
+            if jax.typeof(array).weak_type and not array.ndim:
+                weak = jnp.asarray(restored.item())
+                restored = weak if weak.dtype == array.dtype else restored
             restored = jax.device_put(restored, array.sharding)
-        elif not isinstance(array, np.ndarray):
-            restored = type(array)(restored.item())
         new.append(u.Quantity(restored, unit=leaf.unit) if _is_quantity(leaf) else restored)
     return jax.tree.unflatten(tree, new)
 
@@ -298,26 +307,6 @@ def _unreadable(path: FilePath) -> CheckpointError:
     return CheckpointError(
         f'{path} is truncated or damaged, or was not written by learner.save(path).'
     )
-
-
-def _write(path: FilePath, arrays: Mapping[str, Any]) -> None:
-    """Write a file that is there in full or not at all."""
-    temporary = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.tmp')
-    try:
-        with open(temporary, 'xb') as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not all systems let a directory be synchronised
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def _library_version() -> str:

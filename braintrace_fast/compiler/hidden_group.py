@@ -80,8 +80,15 @@ class HiddenGroup(NamedTuple):
 
     @property
     def varshape(self) -> tuple[int, ...]:
-        """The shape of one state plane."""
-        return tuple(self.hidden_states[0].varshape)
+        """The shape of one state plane, in the step that was compiled.
+
+        The states themselves may since have got an axis more, over which a learner is mapped.
+        """
+        state = self.hidden_states[0]
+        if not self.hidden_invars:
+            return tuple(state.varshape)
+        shape = tuple(self.hidden_invars[0].aval.shape)
+        return shape[:-1] if isinstance(state, HiddenGroupState) else shape
 
     @property
     def num_state(self) -> int:

@@ -13,6 +13,7 @@ from .._typing import Path, PyTree
 from ..compiler import ETraceGraph, ExitPerturbation, HiddenGroup, HiddenParamOpRelation
 from ..compiler.transition import Plane
 from ..kernels.dispatch import PLAIN, Backend
+from .asked import Cut, whole
 
 __all__ = ['Entry', 'Factors', 'Signals', 'StepRunner', 'Values', 'Zeros']
 
@@ -122,12 +123,12 @@ class StepRunner:
         return (out, hidden, others), self.factors(temps)
 
     def run_with_vjp(
-        self, args: Sequence[Any], params: Values, hidden: Values, others: Values
+        self, args: Sequence[Any], params: Values, hidden: Values, others: Values, cut: Cut = whole
     ) -> tuple[tuple[PyTree, Values, Values], Any, Factors]:
-        """One step as :meth:`run`, and its VJP for :meth:`signals`."""
+        """One step as :meth:`run`, and its VJP for :meth:`signals`, by the inputs left by a cut."""
 
         def step(args: Any, params: Values, zeros: Zeros) -> Any:
-            return self.run_perturbed(args, params, hidden, others, zeros)
+            return self.run_perturbed(cut(args), params, hidden, others, zeros)
 
         return jax.vjp(step, tuple(args), params, self.zeros(), has_aux=True)
 

@@ -13,7 +13,8 @@ The equations of the body fall into four parts:
   the steps. It spares the scan to read the weights in every step, and is done where that is more
   than to write the results and to read them. A product of inputs and states side by side,
   ``[x, h] @ w``, is taken apart for it: ``x @ w[:n] + h @ w[n:]``;
-- *in order*: what the carried values depend on, in a scan;
+- *in order*: what the carried values depend on, in a scan, and what JAX cannot map, such as a
+  callback to the host;
 - *at once*: all else, mapped over the steps. It computes again what is cheap, and reads the rest of
   what was computed in order from memory: from the states, where those say it all, which are kept
   once for the step after which they are new and the one before which they are old.
@@ -37,6 +38,7 @@ from .._compat import (
     Literal,
     Var,
     build_jaxpr,
+    can_be_mapped,
     equation_function,
     jaxprs_in_params,
     open_jaxpr,
@@ -258,19 +260,21 @@ class _Parts:
         results = [*(self.new[i] for i in self.moving), *self.shown]
         again, self.even = _of_one_number(self.first)
         varying = [*again, *varying]
-        foreseen, _ = _divide(varying, [*self.fixed, *self.xs])
-        products = {v for eqn in foreseen if _is_heavy(eqn, self.fixed) for v in eqn.outvars}
-        self.in_order = _needed_for(varying, results, products, True)
-        read_in_order = *results, *(v for eqn in self.in_order for v in eqn.invars)
-        self.foreseen = list(dict.fromkeys(v for v in read_in_order if _in(v, products)))
-        self.ahead = _needed_for(foreseen, self.foreseen, set(), False)
         self.sums = [_Sum(self, v) for v in self.terms]
         leaves = [v for s in self.sums for v in s.leaves]
         moving_ys = [v for v in self.ys if not self.is_fixed(v)]
         self.wanted: list[Any] = list(dict.fromkeys([*moving_ys, *leaves]))
+        used = _needed_for(varying, [*results, *self.wanted], set(), False)
+        unmapped = {v for eqn in used if not can_be_mapped(eqn) for v in eqn.outvars}
+        foreseen, _ = _divide(varying, [*self.fixed, *self.xs], unmapped)
+        products = {v for eqn in foreseen if _is_heavy(eqn, self.fixed) for v in eqn.outvars}
+        self.in_order = _needed_for(varying, [*results, *unmapped], products, True)
+        read_in_order = *results, *(v for eqn in self.in_order for v in eqn.invars)
+        self.foreseen = list(dict.fromkeys(v for v in read_in_order if _in(v, products)))
+        self.ahead = _needed_for(foreseen, self.foreseen, set(), False)
         computed = {v: eqn.primitive.name for eqn in self.in_order for v in eqn.outvars}
         known = {v for v, name in computed.items() if name not in CHEAP}
-        known |= {self.old[i] for i in self.moving} | set(self.foreseen)
+        known |= {self.old[i] for i in self.moving} | set(self.foreseen) | unmapped
         after = {self.new[i]: self.old[i] for i in self.moving if _in(self.new[i], computed)}
         choices = [_at_once(varying, self.wanted, k) for k in (known, known | set(after))]
         self.at_once, read = min(
@@ -413,14 +417,18 @@ def _at_once(
 
 
 def _divide(
-    eqns: Sequence[JaxprEqn], known: Iterable[Var]
+    eqns: Sequence[JaxprEqn], known: Iterable[Var], late_results: Container[Var] = ()
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """The equations that read only what is known and what they make of it, and the others."""
+    """The equations that read only what is known and what they make of it, and the others.
+
+    Those that make one of the late results are among the others.
+    """
     known = set(known)
     early: list[JaxprEqn] = []
     late: list[JaxprEqn] = []
     for eqn in eqns:
-        if not eqn.effects and all(isinstance(v, Literal) or v in known for v in eqn.invars):
+        reads_known = all(isinstance(v, Literal) or v in known for v in eqn.invars)
+        if reads_known and not eqn.effects and not any(v in late_results for v in eqn.outvars):
             early.append(eqn)
             known.update(eqn.outvars)
         else:

@@ -1,8 +1,10 @@
 """A learner goes on from a file as if it had never stopped; a file that does not fit is refused."""
 
+import copy
 import functools
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import brainstate
+import braintools
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +123,32 @@ def test_a_mapped_learner_is_saved_and_loaded(tmp_path):
     assert_same(everything(second.module), everything(first.module))
 
 
+@pytest.mark.parametrize('duplicate', [copy.deepcopy, pickle.dumps])
+def test_a_deep_copy_and_a_pickle_are_refused(duplicate):
+    learner = new_learner()
+    mapped = btf.ETraceVmap(learner)
+    for whole in (learner, mapped, {'learner': learner}):
+        with pytest.raises(TypeError, match=r'learner\.save\(path\)'):
+            duplicate(whole)
+
+
+def test_a_learner_that_was_copied_as_a_part_is_refused_where_it_is_used():
+    class Agent(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.learner = new_learner()
+
+    agent = copy.deepcopy(Agent())  # by brainstate, which asks no part
+    with pytest.raises(TypeError, match=r'learner\.save\(path\)'):
+        agent.learner(jnp.asarray(XS[0]))
+
+
+def test_a_shallow_copy_shares_all():
+    learner = new_learner()
+    other = copy.copy(learner)
+    assert type(other) is type(learner) and vars(other) == vars(learner)
+
+
 def test_more_states_are_kept_on_request(tmp_path):
     learner = new_learner()
     momentum = brainstate.ShortTermState({'w': jnp.arange(3.0), 'n': 7})
@@ -136,6 +165,33 @@ def test_more_states_are_kept_on_request(tmp_path):
         learner.load(tmp_path / 'a')
     with pytest.raises(TypeError, match='expected states'):
         learner.save(tmp_path / 'a', others={'wrong': {'a': 1.0}})
+
+
+def test_an_optimiser_goes_on_bit_by_bit(tmp_path):
+    def trained(calls, path=None):
+        learner = new_learner(unit=1)
+        optimiser = braintools.optim.Adam(0.1)
+        optimiser.register_trainable_weights(learner.param_states)
+        others = {'optimiser': optimiser}
+        if path is not None:
+            learner.load(path, others)
+        for _ in range(calls):
+            optimiser.update(learner.etrace_grad(XS, step_fn=lambda x: (learner(x) ** 2).mean()))
+        return learner, others
+
+    learner, others = trained(2)
+    learner.save(tmp_path / 'a', others)
+    brainstate.random.seed(9)
+    resumed, optimisers = trained(1, tmp_path / 'a')
+    brainstate.random.seed(0)
+    whole, expected = trained(3)
+    assert_same(everything(resumed), everything(whole))
+    found, true = (o['optimiser'].state_dict() for o in (optimisers, expected))
+    for a, b in zip(found.values(), true.values(), strict=True):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_array_equal(x, y)
+            assert jax.typeof(x) == jax.typeof(y)  # weak types too
 
 
 def test_the_budget_that_windows_were_planned_with_comes_back(tmp_path):

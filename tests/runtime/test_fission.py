@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.interpreters import mlir
 
 import braintrace_fast as braintrace
+from braintrace_fast._compat import Primitive
 from braintrace_fast.runtime.fission import StatefulLoop, loop
 
 
@@ -94,6 +96,57 @@ def test_control_flow_and_random_numbers_inside():
         return (h, key), seen, (noise * x).sum()
 
     check_same(body, (jnp.ones((3, 4)), jax.random.PRNGKey(0)), XS)
+
+
+def on_host(x):
+    """Runs on the host, one step at a time: nothing says how to map it."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(lambda a: np.cos(a), like, lax.stop_gradient(x))
+
+
+unmapped = Primitive('unmapped')
+unmapped.def_abstract_eval(lambda x: x)
+mlir.register_lowering(unmapped, mlir.lower_fun(jnp.cos, multiple_results=False))
+
+
+@jax.custom_jvp
+def with_own_rule(x):
+    return on_host(x)
+
+
+with_own_rule.defjvp(lambda primals, tangents: (with_own_rule(*primals), -jnp.sin(*primals)))
+
+UNMAPPED = {
+    'a callback': on_host,
+    'a primitive': unmapped.bind,
+    'in jit': jax.jit(on_host),
+    'in cond': lambda x: lax.cond(x.sum() > 0, on_host, lambda x: x, x),
+    'in scan': lambda x: lax.scan(lambda a, b: (a, on_host(b)), (), x)[1],
+    'in checkpoint': jax.checkpoint(on_host),
+    'in a function with a rule of its own': with_own_rule,
+}
+
+
+@pytest.mark.parametrize('case', UNMAPPED)
+def test_what_cannot_be_mapped_stays_in_the_loop(case):
+    f = UNMAPPED[case]
+
+    def body(carry, x):
+        h, w = carry
+        seen, foreseen = f(h), f(x)
+        new = jnp.tanh(foreseen @ w + h)
+        return (new, w), (seen * 2, foreseen), (f(new), seen, seen.T @ foreseen, f(seen + x).T)
+
+    check_same(body, (jnp.zeros((3, 4)), W), XS)
+
+
+def test_what_cannot_be_mapped_and_is_not_used_is_left_out():
+    def body(h, x):
+        on_host(h)
+        return h + x, h, ()
+
+    eqns, _ = scanned(body, jnp.zeros((3, 4)), XS)
+    assert 'pure_callback' not in {eqn.primitive.name for eqn in eqns}
 
 
 def test_states_are_read_and_written():
