@@ -225,6 +225,7 @@ def compile_etrace_graph(
     *model_args: Any,
     include_hidden_perturb: bool = True,
     control_flow: ControlFlowPolicy | None = None,
+    couple_layers: bool = False,
 ) -> ETraceGraph:
     """Compile one step of a model into hidden groups, relations and perturbed steps.
 
@@ -240,6 +241,9 @@ def compile_etrace_graph(
         Whether to build the perturbed steps, which single-step learning needs.
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
+    couple_layers : bool
+        Whether hidden states of modules in a list that drive each other position by position form
+        one group, so that their coupling is traced. The shapes of their states must be equal.
 
     Returns
     -------
@@ -268,7 +272,7 @@ def compile_etrace_graph(
     with compiler_context('compile_graph'), diagnostic_context() as records:
         minfo = extract_module_info(model, *model_args, control_flow=control_flow)
         flow = step_flow(minfo)
-        groups, by_path = find_hidden_groups_from_minfo(minfo, flow)
+        groups, by_path = find_hidden_groups_from_minfo(minfo, flow, couple_layers)
         order_hidden_group_index(groups)
         relations = find_hidden_param_op_relations_from_minfo(minfo, by_path, flow)
         if not relations:

@@ -83,6 +83,8 @@ class ETraceGraphExecutor:
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for; see :func:`braintrace_fast.use_backend`.
+    couple_layers : bool
+        Whether to trace what states of modules in a list do to each other.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class ETraceGraphExecutor:
         model: brainstate.nn.Module,
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
+        couple_layers: bool = False,
     ) -> None:
         if not isinstance(model, brainstate.nn.Module):
             raise TypeError(
@@ -97,6 +100,7 @@ class ETraceGraphExecutor:
             )
         self.model = model
         self.control_flow = control_flow
+        self.couple_layers = couple_layers
         self.backend = check_backend(backend)
         self.resolved_backend = Backend()
         self._graph: ETraceGraph | None = None
@@ -137,7 +141,12 @@ class ETraceGraphExecutor:
     def compile_graph(self, *args: Any) -> None:
         """Compile the model for inputs like these; windows count as their first step."""
         self._set_graph(
-            compile_etrace_graph(self.model, *single_step(args), control_flow=self.control_flow)
+            compile_etrace_graph(
+                self.model,
+                *single_step(args),
+                control_flow=self.control_flow,
+                couple_layers=self.couple_layers,
+            )
         )
 
     def _set_graph(self, graph: ETraceGraph) -> None:
@@ -184,6 +193,8 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
+    couple_layers : bool
+        Whether to trace what states of modules in a list do to each other.
 
     Examples
     --------
@@ -204,8 +215,9 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         vjp_method: str = 'single-step',
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
+        couple_layers: bool = False,
     ) -> None:
-        super().__init__(model, control_flow, backend)
+        super().__init__(model, control_flow, backend, couple_layers)
         if vjp_method not in ('single-step', 'multi-step'):
             raise ValueError(f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'.")
         self.vjp_method = vjp_method
