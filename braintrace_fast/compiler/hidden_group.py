@@ -393,10 +393,10 @@ def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]
         for old in olds
         if old in flow.of(new)
         for cut in flow.of(new)[old].cut_by
-        if not is_product(flow.eqns[cut])
+        if not is_product(flow.mixer(cut))
     )
     for cut in cuts:
-        eqn = flow.eqns[cut]
+        eqn = flow.mixer(cut)
         paths = tuple(minfo.outvar_to_hidden_path[new] for new in news)
         emit(
             DiagnosticKind.TRANSITION_NOT_POSITION_WISE,
@@ -460,7 +460,7 @@ def _note_untraced_couplings(minfo: ModuleInfo, flow: Flow, groups: list[HiddenG
                 driven = dict.fromkeys(minfo.outvar_to_hidden_path[new] for _, new in found)
                 dependences = [flow.of(new)[group.hidden_invars[place]] for place, new in found]
                 cuts = dict.fromkeys(cut for found in dependences for cut in found.cut_by)
-                mixers = [] if in_place else [flow.eqns[cut] for cut in cuts]
+                mixers = [] if in_place else [flow.mixer(cut) for cut in cuts]
                 _note_coupling(flow, drivers, tuple(driven), mixers)
 
 

@@ -313,7 +313,7 @@ class _Finder:
                 for group in groups
             ],
             is_position_wise=all(
-                is_product(self.flow.eqns[cut]) for by in cuts.values() for cut in by
+                is_product(self.flow.mixer(cut)) for by in cuts.values() for cut in by
             ),
             is_shared=y.aval.ndim < len(groups[0].varshape),
             weight_ways=ways,
@@ -371,7 +371,7 @@ class _Finder:
             **fields,
         )
         for cut in dict.fromkeys(cut for by in cuts.values() for cut in by):
-            mixer = self.flow.eqns[cut]
+            mixer = self.flow.mixer(cut)
             product = is_product(mixer)
             self.emit(
                 DiagnosticKind.RELATION_PARTIAL_PATH
@@ -405,7 +405,7 @@ class _Finder:
         for new, path in self.minfo.outvar_to_hidden_path.items():
             if new in traced or y not in self.flow.of(new):
                 continue
-            mixers = [self.flow.eqns[cut] for cut in self.flow.of(new)[y].cut_by]
+            mixers = [self.flow.mixer(cut) for cut in self.flow.of(new)[y].cut_by]
             unfit = self.is_unfit(y, new, mixers)
             why = (
                 f'its output has shape {y.aval.shape}, the state {new.aval.shape}'
@@ -447,7 +447,7 @@ class _Finder:
         """Say why an op with trained weights reaches no hidden state position by position."""
         hidden = [new for new in self.minfo.hidden_outvar_to_invar if y in self.flow.of(new)]
         cuts = dict.fromkeys(cut for new in hidden for cut in self.flow.of(new)[y].cut_by)
-        mixers = [self.flow.eqns[cut] for cut in cuts]
+        mixers = [self.flow.mixer(cut) for cut in cuts]
         shapes = {new.aval.shape for new in hidden if self.is_unfit(y, new, mixers)}
         by = _names(mixers)
         kept = 'It gets the gradient of the step, and none from the past.'

@@ -1,4 +1,4 @@
-"""The one warning of a compilation: weights that are not traced, or only in part, and need not be."""
+"""The one warning of a compilation: weights that could be traced, and are not, or only in part."""
 
 import sys
 import warnings
@@ -44,7 +44,8 @@ def untraced_message(graph: ETraceGraph) -> str | None:
         return None
     concerned = [_concerned(graph, records) for records in places.values()]
     worst = sorted(
-        zip(places, concerned, strict=True), key=lambda item: (item[0][0] in _IN_PART, -len(item[1]))
+        zip(places, concerned, strict=True),
+        key=lambda item: (item[0][0] in _IN_PART, -len(item[1])),
     )
     count = len(set().union(*concerned))
     lines = [

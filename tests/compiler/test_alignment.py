@@ -22,11 +22,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from braintrace_fast._compat import jaxprs_in_params, open_jaxpr
 from braintrace_fast.compiler import alignment as rules
-from braintrace_fast.compiler.alignment import (
+from braintrace_fast.compiler.alignment import align_results
+from braintrace_fast.compiler.positions import (
     MIXED,
     Merged,
     Only,
-    align_results,
+    Pieces,
+    Pin,
     identity_alignment,
 )
 
@@ -87,11 +89,13 @@ class Case(NamedTuple):
         """The mask of the derivatives that an alignment allows."""
         mask = np.zeros((*result, self.num_positions), bool)
         if outcome is not None:
-            assert len(outcome) == len(result)
+            pins = outcome[len(result) :]
+            assert all(isinstance(pin, Pin) for pin in pins)
             for index, position in itertools.product(
                 np.ndindex(*result), np.ndindex(*self.shape[: self.ndim])
             ):
-                if all(_fits(e, i, position) for e, i in zip(outcome, index, strict=True)):
+                pairs = zip(outcome, (*index, *[0] * len(pins)), strict=True)
+                if all(_fits(e, i, position) for e, i in pairs):
                     flat = (
                         np.ravel_multi_index(position, self.shape[: self.ndim]) if position else 0
                     )
@@ -136,15 +140,19 @@ def _fits(entry: Any, index: int, position: tuple[int, ...]) -> bool:
             return False
         indices = np.unravel_index(index, sizes)
         return all(_fits(e, i, position) for (e, _), i in zip(entry.parts, indices, strict=True))
-    axis, offset = entry
-    return position[axis] == index + offset
+    if isinstance(entry, Pin):
+        return position[entry.axis] == entry.index
+    if isinstance(entry, Pieces):
+        return any(b <= index < e and _fits(part, index, position) for b, e, part in entry.parts)
+    return position[entry.axis] == entry.start + entry.step * index
 
 
 def running_axes(outcome: Any) -> list[int]:
     entries = [
         p for e in outcome for p in ([p for p, _ in e.parts] if isinstance(e, Merged) else [e])
     ]
-    return sorted(e[0] for e in entries if e is not None and not isinstance(e, Only))
+    entries = [e.parts[0][2] if isinstance(e, Pieces) else e for e in entries]
+    return sorted(e.axis for e in entries if e is not None and not isinstance(e, Only))
 
 
 def primitives(jaxpr: Any) -> set[str]:
