@@ -137,7 +137,7 @@ def _with_pins(
 
 def _unpinned(pin: Pin) -> Along:
     """The entry of an axis of size one that reads what is pinned."""
-    return Along(pin.axis, pin.index, 1, pin.size)
+    return Along(pin.axis, pin.position, 1, pin.size)
 
 
 def always_mixes(eqn: JaxprEqn) -> bool:
@@ -527,8 +527,8 @@ def _scan(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
             return [MIXED] * len(eqn.outvars)  # an iteration reads more than its own positions
         return _map(eqn, sequences, scanned.pop())
     slices = [None if xs is None else xs[1:] for xs in sequences]
-    carry, ys = _fixpoint(eqn.params['jaxpr'], consts, carry, slices)
-    return [*carry, *((None, *y) if isinstance(y, tuple) else y for y in ys)]
+    last, ys = _fixpoint(eqn.params['jaxpr'], consts, carry, slices)
+    return [*last, *((None, *y) if isinstance(y, tuple) else y for y in ys)]
 
 
 def _map(eqn: JaxprEqn, sequences: Sequence[Alignment | None], entry: Entry) -> list[Outcome]:

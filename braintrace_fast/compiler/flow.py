@@ -13,7 +13,7 @@ that no path between them can line up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var, rewire
@@ -34,6 +34,7 @@ from .positions import (
     clash,
     forget_indices,
     identity_alignment,
+    partly_in_place,
 )
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
@@ -194,8 +195,8 @@ class Flow:
                 cuts = tuple(dict.fromkeys((*ours.cut_by, *theirs.cut_by)))
                 met[source] = Dependence(next(iter(alignments), None), cuts)
         if others:
-            alignments = {s: d.alignment for s, d in met.items() if d.alignment is not None}
-            if self._out_of_place(alignments, shape):
+            by_source = {s: d.alignment for s, d in met.items() if d.alignment is not None}
+            if self._out_of_place(by_source, shape):
                 return None
         return [met]
 
@@ -241,7 +242,7 @@ class Flow:
         while True:
             outcomes = _Outcomes(eqn, inputs, sources, detached)
             clashing = self._clashing(eqn, outcomes) if meet else set()
-            mixes = clashing or any(MIXED in found for found in outcomes.values())
+            mixes = clashing or any(map(partial(_moves, eqn), outcomes.values()))
             if not mixes or always_mixes(eqn):
                 break
             moved = self._moving_operands(eqn, inputs, outcomes, detached)
@@ -276,11 +277,8 @@ class Flow:
         """Sources that a result reads at other positions than a source that is in place there."""
         found: set[Var] = set()
         for place, v in enumerate(eqn.outvars):
-            alignments = {
-                source: outcome[place]
-                for source, outcome in outcomes.items()
-                if isinstance(outcome[place], tuple)
-            }
+            at_place = ((source, outcome[place]) for source, outcome in outcomes.items())
+            alignments = {source: how for source, how in at_place if isinstance(how, tuple)}
             found |= self._out_of_place(alignments, v.aval.shape)
         return found
 
@@ -331,7 +329,7 @@ class Flow:
         detached: frozenset[int],
     ) -> frozenset[int]:
         """Operands by which a source mixes, where it arrives in place by others alone."""
-        for source in (s for s, found in outcomes.items() if MIXED in found):
+        for source in (s for s, found in outcomes.items() if _moves(eqn, found)):
             alignments = {
                 place: found[source].alignment
                 for place, found in enumerate(inputs)
@@ -415,6 +413,14 @@ class Flow:
                     a for a in operands if not isinstance(a, Literal) and a in self._uniform
                 ]
         return made
+
+
+def _moves(eqn: JaxprEqn, outcomes: Sequence[Outcome]) -> bool:
+    """Whether a source is mixed, or only a part of it is where it was."""
+    return any(
+        partly_in_place(found, v.aval.shape) if isinstance(found, tuple) else found is MIXED
+        for found, v in zip(outcomes, eqn.outvars, strict=True)
+    )
 
 
 class _Outcomes(dict[Var, list[Outcome]]):

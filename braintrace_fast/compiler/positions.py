@@ -11,7 +11,7 @@ axis each of its axes runs along: one entry per axis,
 - ``Merged(parts)``: a reshape folded several entries into this axis.
 
 Behind them stand the source axes of which one index was taken, so that no axis runs along them:
-``Pin(axis, index, size)`` says that everything here reads that index. Every source axis of size
+``Pin(axis, position, size)`` says that everything here reads that one. Every source axis of size
 above one is present in every alignment. What an alignment allows need not be read in fact.
 """
 
@@ -37,6 +37,7 @@ __all__ = [
     'identity_alignment',
     'join',
     'padded',
+    'partly_in_place',
     'pinned',
     'runs',
     'taken',
@@ -84,7 +85,7 @@ class Pin(NamedTuple):
     """A source axis of which all that is here reads one index."""
 
     axis: int
-    index: int
+    position: int
     size: int
 
 
@@ -184,7 +185,7 @@ def padded(entry: Entry, low: int, interior: int) -> Entry:
     if entry is None or (low == 0 and interior == 0):
         return entry
     if isinstance(entry, Only):
-        return None
+        return Only(frozenset(low + i * (interior + 1) for i in entry.indices))
     if isinstance(entry, Along) and entry.step % (interior + 1) == 0:
         return entry._replace(step=entry.step // (interior + 1)).seen_from(-low)
     if isinstance(entry, Pieces) and not interior:
@@ -250,6 +251,15 @@ def _pieces(parts: Iterable[tuple[int, int, Along]]) -> Entry:
     return found[0][2] if len(found) == 1 else Pieces(tuple(found))
 
 
+def partly_in_place(alignment: Alignment, shape: Sequence[int]) -> bool:
+    """Whether some pieces of an axis as long as the source's stand where they were."""
+    return any(
+        isinstance(entry, Pieces)
+        and any((p.start, p.step, p.size) == (0, 1, length) for _, _, p in entry.parts)
+        for entry, length in zip(alignment, shape, strict=False)
+    )
+
+
 def pinned(entry: Entry, index: int) -> Pin | None:
     """What is left of an axis of which one index is taken; None if that reads nothing."""
     if isinstance(entry, Pieces):
@@ -284,10 +294,10 @@ def clash(one: Alignment, other: Alignment, shape: tuple[int, ...], fewer: int =
         differ = differ or any(a and b and a != (b[0] + fewer, b[1]) for a, b in both)
     for place, alignment in zip(places, (one, other), strict=True):
         place.update((pin.axis, pin) for pin in alignment[len(shape) :])
-    for axis, place in places[1].items():
-        if isinstance(place, Pin):
-            place = place._replace(axis=axis + fewer)
-        differ = differ or places[0].get(axis + fewer, place) != place
+    for axis, there in places[1].items():
+        if isinstance(there, Pin):
+            there = there._replace(axis=axis + fewer)
+        differ = differ or places[0].get(axis + fewer, there) != there
     return differ
 
 
@@ -299,7 +309,7 @@ def _lanes(
     for *entries, length in zip(one, other, shape, strict=False):
         merged = [entry for entry in entries if isinstance(entry, Merged)]
         if not merged:
-            lanes.append((*entries, length))  # type: ignore[arg-type]
+            lanes.append((*entries, length))
             continue
         sizes = [size for _, size in merged[0].parts]
         split = [
