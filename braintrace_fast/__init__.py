@@ -37,7 +37,13 @@ from .compiler import (
     find_hidden_param_op_relations_from_module,
 )
 from .config import set_backend, use_backend
-from .errors import CheckpointError, CompilationError, FallbackError, NotSupportedError
+from .errors import (
+    CheckpointError,
+    CompilationError,
+    FallbackError,
+    NotSupportedError,
+    UntracedWarning,
+)
 from .learner import ETraceVmap, compile
 from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
 from .runtime import (
@@ -84,6 +90,7 @@ __all__ = [
     'SingleStepData',
     'ThreeFactor',
     'TraceRules',
+    'UntracedWarning',
     '__version__',
     '__version_info__',
     'add_hidden_perturbation_from_minfo',

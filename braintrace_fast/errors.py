@@ -1,8 +1,14 @@
-"""The exceptions of the library."""
+"""The exceptions and the warning of the library."""
 
 from .kernels.dispatch import FallbackError
 
-__all__ = ['CheckpointError', 'CompilationError', 'FallbackError', 'NotSupportedError']
+__all__ = [
+    'CheckpointError',
+    'CompilationError',
+    'FallbackError',
+    'NotSupportedError',
+    'UntracedWarning',
+]
 
 
 class NotSupportedError(Exception):
@@ -15,3 +21,11 @@ class CompilationError(Exception):
 
 class CheckpointError(ValueError):
     """A file does not hold the state of this learner; the message says what differs."""
+
+
+class UntracedWarning(UserWarning):
+    """Weights are left out of the trace, or counted only in part, where the model could be changed.
+
+    It is given once per compilation. Where that is meant, silence it by
+    ``warnings.filterwarnings('ignore', category=braintrace_fast.UntracedWarning)``.
+    """

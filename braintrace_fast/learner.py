@@ -62,6 +62,11 @@ def compile(
     ETraceVjpAlgorithm or ETraceVmap
         The learner, ready to be called; with ``vmap``, its wrapper.
 
+    Warns
+    -----
+    UntracedWarning
+        If weights are left out or counted only in part where the model could be changed.
+
     Examples
     --------
     >>> import brainstate, jax.numpy as jnp

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 from pathlib import Path
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -11,6 +12,8 @@ import hypothesis
 import jax
 import pytest
 import saiunit as u
+
+from braintrace_fast import UntracedWarning
 
 # Tests compile thousands of small programs and run each a few times.
 jax.config.update('jax_disable_most_optimizations', True)
@@ -27,9 +30,17 @@ hypothesis.settings.load_profile('suite')
 
 @pytest.fixture(autouse=True)
 def _environment():
-    with brainstate.environ.context(dt=0.1 * u.ms):
+    # Many tests are of models that should give it; those of models that must not ask for `silent`.
+    with brainstate.environ.context(dt=0.1 * u.ms), warnings.catch_warnings():
+        warnings.simplefilter('ignore', UntracedWarning)
         brainstate.random.seed(0)
         yield
+
+
+@pytest.fixture
+def silent(_environment):
+    """Make it an error to warn of weights that are not traced."""
+    warnings.simplefilter('error', UntracedWarning)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_kernels_is_a_relative_link_to_the_top_level_folder():
     assert (link / '__init__.py').is_file()
 
 
-def test_readme_examples_run():
+def test_readme_examples_run_without_a_warning(silent):
     examples = re.findall(
         r'```python\n(.*?)```', (ROOT / 'README.md').read_text('utf-8'), re.DOTALL
     )

@@ -15,7 +15,7 @@ from jax import lax
 
 from .._compat import source_line
 from .._typing import Path
-from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph
+from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph, warn_of_untraced
 from ..compiler.control_flow import has_while
 from ..compiler.transition import Plane
 from ..errors import NotSupportedError
@@ -211,6 +211,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     memory_budget : int or str, optional
         The bytes that the windows of :meth:`etrace_grad` and :meth:`etrace_evolve` may take, such
         as ``'256MB'``; by default a quarter of what is free on the device when the learner is made.
+    couple_layers : bool
+        Whether hidden states of modules in a list that drive each other position by position form
+        one group, so that their coupling is traced. By default, modules in a list are layers, and
+        a coupling between layers counts within a step only.
     """
 
     def __init__(
@@ -221,8 +225,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
         memory_budget: int | str | None = None,
+        couple_layers: bool = False,
     ) -> None:
-        executor = ETraceVjpGraphExecutor(model, vjp_method, control_flow, backend)
+        executor = ETraceVjpGraphExecutor(model, vjp_method, control_flow, backend, couple_layers)
         super().__init__(model, executor, name)
         self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
         self.resolved_budget = self.memory_budget or default_budget()
@@ -267,6 +272,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         ----------
         *args
             Inputs of one step, or windows.
+
+        Warns
+        -----
+        UntracedWarning
+            If weights are left out or counted only in part where the model could be changed.
         """
         self.graph_executor.compile_graph(*args)
         if self.vjp_method == 'multi-step' and any(t.forward_only for t in self.graph.transitions):
@@ -285,6 +295,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.init_etrace_state(*args)
         self.choices = self._choose_kernels()
         self.is_compiled = True
+        warn_of_untraced(self.graph)
 
     def with_backend(self, name: str, strict: bool | Collection[str] = False) -> Self:
         """Another learner of the same model, compiled for another backend.

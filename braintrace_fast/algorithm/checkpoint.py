@@ -29,9 +29,9 @@ FORMAT = 'braintrace_fast learner'
 FORMAT_VERSION = 1
 NO_OPTIONS = (
     *('self', 'model', 'name', 'backend', 'control_flow', 'memory_budget', 'modulator'),
-    *('fast_solve', 'chunked_trace', 'snap_max_jacobian_elements'),
+    *('fast_solve', 'chunked_trace', 'snap_max_jacobian_elements', 'couple_layers'),
 )
-"""Arguments of learners that a file need not agree with: they change nothing, or are states."""
+"""Arguments of learners that a file need not agree with: they change nothing, or states tell."""
 
 States = dict[str, brainstate.State]
 

@@ -44,6 +44,8 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
     stochastic_rounding : bool
         Whether traces stored in bfloat16 are rounded up or down at random, with the right mean. To
         the nearest, what decays slowly would never fall.
+    couple_layers : bool
+        Whether to trace what states of modules in a list do to each other, position by position.
 
     Examples
     --------
@@ -67,8 +69,11 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         backend: str = 'auto',
         memory_budget: int | str | None = None,
         stochastic_rounding: bool = False,
+        couple_layers: bool = False,
     ) -> None:
-        super().__init__(model, name, vjp_method, control_flow, backend, memory_budget)
+        super().__init__(
+            model, name, vjp_method, control_flow, backend, memory_budget, couple_layers
+        )
         self.stochastic_rounding = stochastic_rounding
         self.fast_solve = fast_solve
         self.trace_dtype = trace_dtype
@@ -119,6 +124,8 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         The implementation asked for.
     memory_budget : int or str, optional
         The bytes that windows may take, such as ``'256MB'``.
+    couple_layers : bool
+        Whether to trace what states of modules in a list do to each other, position by position.
 
     Examples
     --------
@@ -140,8 +147,11 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
         memory_budget: int | str | None = None,
+        couple_layers: bool = False,
     ) -> None:
-        super().__init__(model, name, vjp_method, control_flow, backend, memory_budget)
+        super().__init__(
+            model, name, vjp_method, control_flow, backend, memory_budget, couple_layers
+        )
         self.fast_solve = fast_solve
         pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank,) * 2
         if len(pair) != 2:

@@ -53,6 +53,8 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         The implementation asked for.
     memory_budget : int or str, optional
         The bytes that windows may take, such as ``'256MB'``.
+    couple_layers : bool
+        Whether to trace what states of modules in a list do to each other, position by position.
 
     Examples
     --------
@@ -81,6 +83,7 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         snap_max_jacobian_elements: int | None = None,
         backend: str = 'auto',
         memory_budget: int | str | None = None,
+        couple_layers: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -92,6 +95,7 @@ class ThreeFactor(ParamDimVjpAlgorithm):
             control_flow,
             backend,
             memory_budget,
+            couple_layers=couple_layers,
         )
         if vjp_method != 'single-step':
             raise ValueError(

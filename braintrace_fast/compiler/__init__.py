@@ -34,6 +34,7 @@ from .relation import (
 )
 from .report import CompilationReport
 from .transition import GroupTransition
+from .untraced import untraced_message, warn_of_untraced
 from .weight_way import WeightWay
 
 __all__ = [
@@ -63,4 +64,6 @@ __all__ = [
     'group_merging',
     'jacrev_last_dim',
     'order_hidden_group_index',
+    'untraced_message',
+    'warn_of_untraced',
 ]

@@ -1,42 +1,47 @@
 """How the positions of a result follow from the positions of an operand, primitive by primitive.
 
-An *alignment* says, for an array that depends on a source array position by position, which source
-axis each of its axes runs along: one entry per axis,
-
-- ``None``: the axis is free (broadcast, of size one, or a state axis);
-- ``Only(indices)``: the axis is free, and only these of its indices depend on the source;
-- ``(source_axis, offset)``: index ``i`` of this axis reads index ``i + offset`` of the source axis;
-- ``Merged(parts)``: a reshape folded several entries into this axis.
-
 A rule maps the alignments of an equation's operands (``None`` for operands that do not carry the
 source) to one outcome per result: an alignment, ``MIXED`` if a result position would depend on more
-than one source position, or ``None`` if no derivative flows. Rules see one source at a time; every
-source axis of size above one is present in every alignment.
+than one source position, or ``None`` if no derivative flows. Rules see one source at a time.
+:mod:`.positions` says what an alignment is.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._compat import JaxprEqn, Literal, Var, equation_function, open_jaxpr, scan_split, struct
 from ..op import ETPPrimitive
+from .positions import (
+    MIXED,
+    NOTHING,
+    Alignment,
+    Along,
+    Entry,
+    Merged,
+    Outcome,
+    Pin,
+    concatenated,
+    flipped,
+    forget_indices,
+    identity_alignment,
+    join,
+    padded,
+    pinned,
+    runs,
+    taken,
+)
 
 __all__ = [
-    'MIXED',
-    'Alignment',
-    'Merged',
-    'Only',
-    'Outcome',
     'align_results',
     'always_mixes',
     'cuts_by_design',
     'even_arrays',
-    'forget_indices',
-    'identity_alignment',
     'is_element_wise',
     'is_inexact',
     'keeps_even',
@@ -45,29 +50,6 @@ __all__ = [
 ]
 
 
-class Merged(NamedTuple):
-    """Several axes folded into one by a reshape: (entry, size) pairs."""
-
-    parts: tuple[tuple[Any, int], ...]
-
-
-class Only(NamedTuple):
-    """A free axis of which only some indices depend on the source."""
-
-    indices: frozenset[int]
-
-
-Entry = Any
-Alignment = tuple[Entry, ...]
-
-
-class _Mixed:
-    def __repr__(self) -> str:
-        return 'MIXED'
-
-
-MIXED = _Mixed()
-Outcome = Alignment | _Mixed | None
 Rule = Callable[[JaxprEqn, Sequence[Alignment | None]], list[Outcome]]
 
 _ELEMENTWISE = frozenset(
@@ -94,42 +76,68 @@ _EVEN = frozenset(
 )
 _MIXING = frozenset(['conv_general_dilated', 'fft', 'triangular_solve', 'cholesky', 'top_k'])
 _RULES: dict[str, Rule] = {}
-_being_derived: ContextVar[frozenset[Any]] = ContextVar('being_derived', default=frozenset())
-
-
-def identity_alignment(
-    shape: Sequence[int], ndim: int | None = None, plane: int | None = None
-) -> Alignment:
-    """The alignment of an array with itself; axes from ``ndim`` on are state axes, hence free.
-
-    With ``plane``, the source is one plane along the last axis.
+_KEEP_PINS = frozenset(
     """
-    ndim = len(shape) if ndim is None else ndim
-    entries: list[Entry] = [
-        (axis, 0) if axis < ndim and size > 1 else None for axis, size in enumerate(shape)
-    ]
-    if plane is not None:
-        entries[-1] = Only(frozenset([plane]))
-    return tuple(entries)
+    closed_call cond device_put jit optimization_barrier remat2 scan sharding_constraint stack while
+    """.split()
+)
+"""Rules that see to source axes of which one index was taken."""
+_being_derived: ContextVar[frozenset[Any]] = ContextVar('being_derived', default=frozenset())
 
 
 def align_results(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     """Apply the rule of an equation's primitive to one source."""
     name = eqn.primitive.name
-    if name in _ELEMENTWISE:
-        outcomes: list[Outcome] = [_elementwise(eqn, operands)]
-    elif name in _NO_DERIVATIVE:
-        outcomes = [None] * len(eqn.outvars)
+    if name in _NO_DERIVATIVE:
+        outcomes: list[Outcome] = [None] * len(eqn.outvars)
     elif always_mixes(eqn):
         outcomes = [MIXED] * len(eqn.outvars)
-    elif name in _RULES:
+    elif name in _KEEP_PINS:
         outcomes = _RULES[name](eqn, operands)
+    elif name in _ELEMENTWISE or name in _RULES:
+        outcomes = _of_entries(eqn, operands)
     else:
         outcomes = _by_derivative(eqn, operands)
     return [
         outcome if passes else None
         for passes, outcome in zip(passes_derivative(eqn), outcomes, strict=True)
     ]
+
+
+def _of_entries(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
+    """Apply the rule to what the operands' axes run along; axes without one go along unchanged."""
+    ranks = [v.aval.ndim for v in eqn.invars]
+    pins = {a[n:] for a, n in zip(operands, ranks, strict=True) if a is not None}
+    if len(pins) > 1:
+        return [MIXED] * len(eqn.outvars)
+    entries = [a if a is None else a[:n] for a, n in zip(operands, ranks, strict=True)]
+    name = eqn.primitive.name
+    rule = _elementwise if name in _ELEMENTWISE else _RULES[name]
+    outcomes = rule(eqn, entries)
+    (common,) = pins
+    if not common:
+        return outcomes
+    return [
+        _with_pins(outcome, common, v.aval.shape, name) if isinstance(outcome, tuple) else outcome
+        for outcome, v in zip(outcomes, eqn.outvars, strict=True)
+    ]
+
+
+def _with_pins(
+    outcome: Alignment, pins: tuple[Pin, ...], shape: Sequence[int], name: str
+) -> Alignment:
+    """An outcome with source axes of which one index is read; a new axis of size one may be it."""
+    entries, left = list(outcome[: len(shape)]), sorted({*outcome[len(shape) :], *pins})
+    if name in ('broadcast_in_dim', 'reshape'):
+        for axis, size in enumerate(shape):
+            if size == 1 and entries[axis] is None and left:
+                entries[axis] = _unpinned(left.pop(0))
+    return (*entries, *left)
+
+
+def _unpinned(pin: Pin) -> Along:
+    """The entry of an axis of size one that reads what is pinned."""
+    return Along(pin.axis, pin.position, 1, pin.size)
 
 
 def always_mixes(eqn: JaxprEqn) -> bool:
@@ -189,65 +197,24 @@ def _carried(operands: Sequence[Alignment | None]) -> list[Alignment]:
     return [a for a in operands if a is not None]
 
 
-def _join(outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome for values that meet: equal alignments stay, different ones mix."""
-    joined: Outcome = None
-    for outcome in outcomes:
-        if outcome is MIXED:
-            return MIXED
-        if outcome is not None and outcome != joined:
-            joined = outcome if joined is None else _join_entries(joined, outcome)
-            if joined is MIXED:
-                return MIXED
-    return joined
-
-
-def _join_entries(one: Outcome, other: Outcome) -> Outcome:
-    """Alignments that differ at most in which indices of free axes they depend on."""
-    if not isinstance(one, tuple) or not isinstance(other, tuple) or len(one) != len(other):
-        return MIXED
-    entries: list[Entry] = []
-    for a, b in zip(one, other, strict=True):
-        if isinstance(a, Only) and isinstance(b, Only):
-            entries.append(Only(a.indices | b.indices))
-        elif a == b:
-            entries.append(a)
-        elif _runs(a) or _runs(b):
-            return MIXED
-        else:
-            entries.append(None)
-    return tuple(entries)
-
-
-def _runs(entry: Entry) -> bool:
-    """Whether a source axis runs along an axis."""
-    return entry is not None and not isinstance(entry, Only)
-
-
-def _elementwise(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> Outcome:
+def _elementwise(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     """Operands that are scalars, or have axes of size one, are repeated to the result's shape."""
     shape = eqn.outvars[0].aval.shape
-    return _join(
-        [
-            None if source is None else _repeat(source, v.aval.shape or (1,) * len(shape), shape)
-            for source, v in zip(operands, eqn.invars, strict=True)
-        ]
+    joined = join(
+        None if source is None else _repeat(source, v.aval.shape or (1,) * len(shape), shape)
+        for source, v in zip(operands, eqn.invars, strict=True)
     )
+    return [joined]
 
 
 def _repeat(source: Alignment, sizes: Sequence[int], shape: Sequence[int]) -> Outcome:
     """The outcome for an array whose axes of size one are repeated up to a shape."""
     entries: list[Entry] = []
     for entry, size, wanted in zip(source or (None,) * len(shape), sizes, shape, strict=True):
-        if size != wanted and _runs(entry):
+        if size != wanted and runs(entry):
             return MIXED  # one position of the source is spread over others
         entries.append(entry if size == wanted else None)
     return tuple(entries)
-
-
-def forget_indices(source: Alignment) -> Alignment:
-    """The alignment with its free axes wholly free."""
-    return tuple(None if isinstance(entry, Only) else entry for entry in source)
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
@@ -283,14 +250,25 @@ def _tile(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
 @_rule('squeeze')
 def _squeeze(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    return [_without(source, eqn.params['dimensions'])]
+    return [_without(source, eqn.params['dimensions'], eqn.invars[0].aval.shape)]
 
 
-def _without(source: Alignment, axes: Sequence[int]) -> Outcome:
-    """The outcome where some axes are gone; with one that runs, its positions are lost."""
-    if any(_runs(source[axis]) for axis in axes):
-        return MIXED
-    return tuple(entry for axis, entry in enumerate(source) if axis not in axes)
+def _without(source: Alignment, axes: Sequence[int], shape: Sequence[int]) -> Outcome:
+    """The outcome where some axes are gone; with one that runs, its positions are lost.
+
+    Of an axis of size one, the position is known.
+    """
+    pins = []
+    for axis in axes:
+        if runs(source[axis]):
+            if shape[axis] != 1 or isinstance(source[axis], Merged):
+                return MIXED
+            pin = pinned(source[axis], 0)
+            if pin is None:
+                return None
+            pins.append(pin)
+    kept = [entry for axis, entry in enumerate(source) if axis not in axes]
+    return (*kept, *sorted(pins))
 
 
 @_rule('transpose')
@@ -302,16 +280,20 @@ def _transpose(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outc
 @_rule('reshape')
 def _reshape(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    sizes = eqn.invars[0].aval.shape
-    if _without(source, [axis for axis, n in enumerate(sizes) if n == 1]) is MIXED:
-        return [MIXED]
-    old = [(e, n) for e, n in zip(source, sizes, strict=True) if n != 1]
-    new_sizes = [n for n in eqn.outvars[0].aval.shape if n != 1]
-    entries = _refold(old, new_sizes)
+    sizes, new_sizes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    singles = [axis for axis, n in enumerate(sizes) if n == 1]
+    squeezed = _without(source, singles, sizes)
+    if not isinstance(squeezed, tuple):
+        return [squeezed]
+    wide = [n for n in sizes if n != 1]
+    entries = _refold(
+        list(zip(squeezed[: len(wide)], wide, strict=True)), [n for n in new_sizes if n != 1]
+    )
     if entries is None:
         return [MIXED]
     remaining = iter(entries)
-    return [tuple(None if n == 1 else next(remaining) for n in eqn.outvars[0].aval.shape)]
+    outcome = tuple(None if n == 1 else next(remaining) for n in new_sizes)
+    return [_with_pins(outcome, squeezed[len(wide) :], new_sizes, 'reshape')]
 
 
 def _refold(old: list[tuple[Entry, int]], sizes: list[int]) -> list[Entry] | None:
@@ -327,11 +309,11 @@ def _refold(old: list[tuple[Entry, int]], sizes: list[int]) -> list[Entry] | Non
         group = tuple(parts[start:position])
         if product != size:
             # An axis is split: only possible where no source runs along it.
-            return None if any(_runs(e) for e, _ in parts) else [None] * len(sizes)
+            return None if any(runs(e) for e, _ in parts) else [None] * len(sizes)
         if len(group) == 1:
             entries.append(group[0][0])
         else:
-            entries.append(Merged(group) if any(_runs(e) for e, _ in group) else None)
+            entries.append(Merged(group) if any(runs(e) for e, _ in group) else None)
     return entries
 
 
@@ -339,30 +321,17 @@ def _refold(old: list[tuple[Entry, int]], sizes: list[int]) -> list[Entry] | Non
 def _slice(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
     shape = eqn.invars[0].aval.shape
+    starts, limits = eqn.params['start_indices'], eqn.params['limit_indices']
     strides = eqn.params['strides'] or (1,) * len(shape)
-    entries: list[Entry] = []
-    for entry, size, start, limit, stride in zip(
-        source,
-        shape,
-        eqn.params['start_indices'],
-        eqn.params['limit_indices'],
-        strides,
-        strict=True,
-    ):
-        whole = start == 0 and limit == size and stride == 1
-        if entry is None or whole:
-            entries.append(entry)
-        elif isinstance(entry, Only):
-            taken = range(start, limit, stride)
-            kept = frozenset(taken.index(i) for i in entry.indices if i in taken)
-            if not kept:
-                return [None]
-            entries.append(Only(kept))
-        elif isinstance(entry, Merged) or stride != 1:
-            return [MIXED]
-        else:
-            entries.append((entry[0], entry[1] + start))
-    return [tuple(entries)]
+    indices = map(range, starts, limits, strides)
+    return [_settled([taken(e, i, n) for e, i, n in zip(source, indices, shape, strict=True)])]
+
+
+def _settled(entries: Sequence[Entry]) -> Outcome:
+    """The outcome by its entries, one of which may mix, or read nothing."""
+    if MIXED in entries:
+        return MIXED
+    return None if NOTHING in entries else tuple(entries)
 
 
 @_rule('dynamic_slice')
@@ -373,7 +342,7 @@ def _dynamic_slice(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[
     entries: list[Entry] = []
     sizes = eqn.params['slice_sizes']
     for entry, n, size in zip(source, eqn.invars[0].aval.shape, sizes, strict=True):
-        if n != size and _runs(entry):
+        if n != size and runs(entry):
             return [MIXED]
         entries.append(entry if n == size else None)
     return [tuple(entries)]
@@ -384,113 +353,101 @@ def _dynamic_update_slice(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -
     array, update, *_ = operands
     if update is not None:
         shapes = zip(update, eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
-        if any(_runs(entry) and n != m for entry, n, m in shapes):
+        if any(runs(entry) and n != m for entry, n, m in shapes):
             return [MIXED]
         update = forget_indices(update)
-    return [_join([array, update])]
+    return [join([array, update])]
 
 
-@_rule('concatenate', 'stack')
+@_rule('concatenate')
 def _concatenate(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    axis = eqn.params['dimension'] if 'dimension' in eqn.params else eqn.params['axis']
-    outcomes: list[Outcome] = []
-    position = 0
-    for source, operand in zip(operands, eqn.invars, strict=True):
-        stacked = eqn.primitive.name == 'stack'
-        size = 1 if stacked else operand.aval.shape[axis]
+    axis = eqn.params['dimension']
+    sizes = [v.aval.shape[axis] for v in eqn.invars]
+    begins = itertools.accumulate(sizes, initial=0)
+    sources = [
+        (begin, size, a)
+        for begin, size, a in zip(begins, sizes, operands, strict=False)
+        if a is not None
+    ]
+    return [concatenated(sources, axis)]
+
+
+@_rule('stack')
+def _stack(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
+    axis, rank = eqn.params['axis'], eqn.invars[0].aval.ndim
+    sources = []
+    for place, source in enumerate(operands):
         if source is not None:
-            entry: Entry = None if stacked else source[axis]
-            if isinstance(entry, Merged) and position:
-                return [MIXED]
-            if isinstance(entry, Only):
-                entry = Only(frozenset(i + position for i in entry.indices))
-            elif _runs(entry) and not isinstance(entry, Merged):
-                entry = (entry[0], entry[1] - position)
-            elif entry is None:
-                entry = Only(frozenset(range(position, position + size)))
-            outcomes.append((*source[:axis], entry, *source[axis + (not stacked) :]))
-        position += size
-    return [_join(outcomes)]
+            pins = source[rank:]
+            entry = _unpinned(pins[0]) if pins else None
+            sources.append((place, 1, (*source[:axis], entry, *source[axis:rank], *pins[1:])))
+    return [concatenated(sources, axis)]
 
 
 @_rule('split')
 def _split(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    axis, entry, start = eqn.params['axis'], source[eqn.params['axis']], 0
-    if isinstance(entry, Merged):
-        return [MIXED] * len(eqn.outvars)
-    outcomes: list[Outcome] = []
-    for size in eqn.params['sizes']:
-        piece = entry
-        if isinstance(entry, Only):
-            here = range(start, start + size)
-            piece = Only(frozenset(i - start for i in entry.indices if i in here))
-        elif entry is not None:
-            piece = (entry[0], entry[1] + start)
-        reached = piece != Only(frozenset())
-        outcomes.append((*source[:axis], piece, *source[axis + 1 :]) if reached else None)
-        start += size
-    return outcomes
+    axis, sizes = eqn.params['axis'], eqn.params['sizes']
+    ends = itertools.accumulate(sizes, initial=0)
+    pieces = [
+        taken(source[axis], range(begin, begin + size), eqn.invars[0].aval.shape[axis])
+        for begin, size in zip(ends, sizes, strict=False)
+    ]
+    return [_settled([*source[:axis], piece, *source[axis + 1 :]]) for piece in pieces]
 
 
 @_rule('unstack')
 def _unstack(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    entry = source[eqn.params['axis']]
-    piece = _without(source, [eqn.params['axis']])
-    return [
-        None if isinstance(entry, Only) and i not in entry.indices else piece
-        for i in range(len(eqn.outvars))
-    ]
+    axis, shape = eqn.params['axis'], eqn.invars[0].aval.shape
+    outcomes: list[Outcome] = []
+    for i in range(len(eqn.outvars)):
+        piece = taken(source[axis], range(i, i + 1), shape[axis])
+        one = _settled([*source[:axis], piece, *source[axis + 1 :]])
+        sizes = (*shape[:axis], 1, *shape[axis + 1 :])
+        outcomes.append(_without(one, [axis], sizes) if isinstance(one, tuple) else one)
+    return outcomes
 
 
 @_rule('pad')
 def _pad(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     array, fill = operands
+    filled = None if fill is None else (None,) * _ndim(eqn)
     if array is None:
-        return [_ones_position(fill, _ndim(eqn))]
-    entries: list[Entry] = []
-    for entry, (low, _, interior) in zip(array, eqn.params['padding_config'], strict=True):
-        if entry is None or (low == 0 and interior == 0):
-            entries.append(entry)
-        elif isinstance(entry, Only):
-            entries.append(None)
-        elif isinstance(entry, Merged) or interior:
-            return [MIXED]
-        else:
-            entries.append((entry[0], entry[1] - low))
-    return [_join([tuple(entries), _ones_position(fill, _ndim(eqn))])]
-
-
-def _ones_position(alignment: Alignment | None, ndim: int) -> Outcome:
-    return None if alignment is None else (None,) * ndim
+        return [filled]
+    config = eqn.params['padding_config']
+    entries = [
+        padded(entry, low, interior)
+        for entry, (low, _, interior) in zip(array, config, strict=True)
+    ]
+    return [join([_settled(entries), filled])]
 
 
 @_rule('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
 def _reduce(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    return [_without(source, eqn.params['axes'])]
+    return [_without(source, eqn.params['axes'], eqn.invars[0].aval.shape)]
 
 
 @_rule('cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp')
 def _cumulative(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    return [MIXED if _runs(source[eqn.params['axis']]) else forget_indices(source)]
+    return [MIXED if runs(source[eqn.params['axis']]) else forget_indices(source)]
 
 
 @_rule('rev')
 def _rev(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     (source,) = _carried(operands)
-    mixes = any(_runs(source[axis]) for axis in eqn.params['dimensions'])
-    return [MIXED if mixes else forget_indices(source)]
+    shape, axes = eqn.invars[0].aval.shape, eqn.params['dimensions']
+    return [tuple(flipped(e, shape[i]) if i in axes else e for i, e in enumerate(source))]
 
 
 @_rule('sort')
 def _sort(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    joined = _join(operands)
+    joined = join(operands)
     if isinstance(joined, tuple):
-        runs = _runs(joined[eqn.params['dimension']])
-        joined = MIXED if runs else forget_indices(joined)
+        mixes = runs(joined[eqn.params['dimension']])
+        joined = MIXED if mixes else forget_indices(joined)
     return [joined] * len(eqn.outvars)
 
 
@@ -505,14 +462,14 @@ def _dot_general(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Ou
     for side, source in enumerate(operands):
         if source is None:
             continue
-        if any(_runs(source[axis]) for axis in contracting[side]):
+        if any(runs(source[axis]) for axis in contracting[side]):
             return [MIXED]
         before = free_axes[0] if side else []
         after = [] if side else free_axes[1]
         kept = [source[axis] for axis in [*batch[side], *free_axes[side]]]
         head, tail = kept[: len(batch[side])], kept[len(batch[side]) :]
         outcomes.append((*head, *[None] * len(before), *tail, *[None] * len(after)))
-    return [_join(outcomes)]
+    return [join(outcomes)]
 
 
 @_rule('gather')
@@ -525,9 +482,9 @@ def _gather(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome
     windows = [axis for axis in range(len(source)) if axis not in moved]
     entries: list[Entry] = [None] * _ndim(eqn)
     for place, axis in zip(numbers.offset_dims, windows, strict=True):
-        entries[place] = source[axis] if _runs(source[axis]) else None
+        entries[place] = source[axis] if runs(source[axis]) else None
     untouched = all(
-        not _runs(entry) or (axis in windows and sizes[axis] == eqn.invars[0].aval.shape[axis])
+        not runs(entry) or (axis in windows and sizes[axis] == eqn.invars[0].aval.shape[axis])
         for axis, entry in enumerate(source)
     )
     return [tuple(entries) if untouched else MIXED]
@@ -544,30 +501,54 @@ def _scatter(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcom
     windows = [axis for axis in range(len(shape)) if axis not in inserted]
     entries: list[Entry] = [None] * len(shape)
     for place, axis in zip(numbers.update_window_dims, windows, strict=True):
-        entries[axis] = updates[place] if _runs(updates[place]) else None
-        if _runs(updates[place]) and eqn.invars[2].aval.shape[place] != shape[axis]:
+        entries[axis] = updates[place] if runs(updates[place]) else None
+        if runs(updates[place]) and eqn.invars[2].aval.shape[place] != shape[axis]:
             return [MIXED]
-    if sum(map(_runs, entries)) != sum(map(_runs, updates)):
+    if sum(map(runs, entries)) != sum(map(runs, updates)):
         return [MIXED]
-    return [_join([array, tuple(entries)])]
+    return [join([array, tuple(entries)])]
 
 
 @_rule('cond')
 def _cond(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     branches = [through(branch, operands[1:]) for branch in eqn.params['branches']]
-    return [_join(outcomes) for outcomes in zip(*branches, strict=True)]
+    return [join(outcomes) for outcomes in zip(*branches, strict=True)]
 
 
 @_rule('scan')
 def _scan(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
     num_consts, num_carry = scan_split(eqn)
     consts, rest = operands[:num_consts], operands[num_consts:]
-    sequences = rest[num_carry:]
-    if any(xs is not None and _runs(xs[0]) for xs in sequences):
-        return [MIXED] * len(eqn.outvars)  # the source runs along the scanned axis
+    carry, sequences = rest[:num_carry], rest[num_carry:]
+    scanned = {xs[0] for xs in sequences if xs is not None and runs(xs[0])}
+    if scanned:
+        others = [*consts, *carry, *(xs for xs in sequences if xs and not runs(xs[0]))]
+        if len(scanned) > 1 or any(a is not None for a in others):
+            return [MIXED] * len(eqn.outvars)  # an iteration reads more than its own positions
+        return _map(eqn, sequences, scanned.pop())
     slices = [None if xs is None else xs[1:] for xs in sequences]
-    carry, ys = _fixpoint(eqn.params['jaxpr'], consts, rest[:num_carry], slices)
-    return [*carry, *((None, *y) if isinstance(y, tuple) else y for y in ys)]
+    last, ys = _fixpoint(eqn.params['jaxpr'], consts, carry, slices)
+    return [*last, *((None, *y) if isinstance(y, tuple) else y for y in ys)]
+
+
+def _map(eqn: JaxprEqn, sequences: Sequence[Alignment | None], entry: Entry) -> list[Outcome]:
+    """A scan along an axis of positions, each of which is met by one iteration alone.
+
+    Inside, the source is the part of it that the iteration reads. What an iteration hands to the
+    next one mixes.
+    """
+    num_consts, num_carry = scan_split(eqn)
+    slices = [None if xs is None else xs[1:] for xs in sequences]
+    carry: list[Outcome] = [None] * num_carry
+    while True:
+        results = through(eqn.params['jaxpr'], [*[None] * num_consts, *carry, *slices])
+        pairs = zip(carry, results[:num_carry], strict=True)
+        handed = [old if new is None else MIXED for old, new in pairs]
+        if handed == carry:
+            break
+        carry = handed
+    ys = results[num_carry:]
+    return [*carry, *((entry, *y) if isinstance(y, tuple) else y for y in ys)]
 
 
 @_rule('while')
@@ -585,7 +566,7 @@ def _fixpoint(
     while True:
         results = through(body, [*consts, *carry, *slices])
         pairs = zip(carry, results[: len(carry)], strict=True)
-        joined = [_join(pair) for pair in pairs]
+        joined = [join(pair) for pair in pairs]
         if joined == list(carry):
             return joined, results[len(carry) :]
         carry = joined
@@ -636,7 +617,7 @@ def _by_derivative(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[
 
 def _by_cotangent(eqn: JaxprEqn, operands: Sequence[Alignment | None], place: int) -> Outcome:
     reached = _remembered_alignments(eqn, place, tuple(source is not None for source in operands))
-    return _join(
+    return join(
         [
             None if source is None or how is None else (source if how is True else MIXED)
             for source, how in zip(operands, reached, strict=True)

@@ -4,7 +4,8 @@
 opened only when an ETP op is inside (a ``cond`` becomes both branches and a ``select_n``, a
 ``scan`` is unrolled); all others stay as they are, because the later passes look into them.
 ``custom_jvp`` and ``custom_vjp`` calls are never opened: their rule is the derivative that the
-user asked for. A ``scatter`` at a fixed place is taken apart, so that its positions are known.
+user asked for. A slice, an update or a ``scatter`` at a fixed place is taken apart, so that its
+positions are known.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from .._compat import (
@@ -35,7 +37,7 @@ from .._compat import (
 from ..op import ETPPrimitive
 from .alignment import is_inexact
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
-from .scatter import scatter_in_pieces
+from .scatter import SCATTERS, scatter_in_pieces, update_in_pieces
 
 __all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_body', 'has_while']
 
@@ -43,6 +45,16 @@ INLINED_CALLS = frozenset(
     ['jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint', 'custom_lin']
 )
 CUSTOM_RULES = frozenset(['custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr'])
+FOLDED: dict[str, Callable[..., np.ndarray]] = {
+    'add': lambda params, a, b: a + b,
+    'broadcast_in_dim': lambda params, a: np.broadcast_to(_spread(params, a), params['shape']),
+    'concatenate': lambda params, *parts: np.concatenate(parts, params['dimension']),
+    'convert_element_type': lambda params, a: a.astype(params['new_dtype']),
+    'lt': lambda params, a, b: np.asarray(a < b),
+    'select_n': lambda params, which, *cases: np.choose(which.astype(int), cases),
+}
+"""What JAX computes an index by, on scalars and arrays of a few."""
+LARGEST_INDEX = 8
 
 
 @dataclass(frozen=True)
@@ -166,7 +178,7 @@ class _Flattener:
         self.opens_ops = opens_ops
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[Var, Any] = {}
-        self.indices: dict[Var, int] = {}
+        self.indices: dict[Var, np.ndarray] = {}
 
     def equations(
         self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], outer: JaxprEqn | None = None
@@ -189,9 +201,21 @@ class _Flattener:
                 outvars = [v if isinstance(v, DropVar) else new_var(v.aval) for v in outvars]
                 env.update(zip(eqn.outvars, outvars, strict=True))
             self.eqns.append(rewire(eqn, operands, outvars))
-            if eqn.primitive.name == 'broadcast_in_dim' and isinstance(operands[0], Literal):
-                if not is_inexact(operands[0].aval):
-                    self.indices[outvars[0]] = int(operands[0].val)
+            self.fold(eqn, operands, outvars)
+
+    def fold(self, eqn: JaxprEqn, operands: Sequence[Atom], outvars: Sequence[Var]) -> None:
+        """Compute what says where to index, if it is known."""
+        if eqn.primitive.name in FOLDED and not is_inexact(outvars[0].aval):
+            values = self.known(operands)
+            if values is not None and outvars[0].aval.size <= LARGEST_INDEX:
+                self.indices[outvars[0]] = FOLDED[eqn.primitive.name](eqn.params, *values)
+
+    def known(self, atoms: Sequence[Atom]) -> list[np.ndarray] | None:
+        """The values of integers, if all are known."""
+        values = [
+            np.asarray(a.val) if isinstance(a, Literal) else self.indices.get(a) for a in atoms
+        ]
+        return None if any(value is None for value in values) else values  # type: ignore[return-value]
 
     def inline(self, outer: JaxprEqn, closed: Any, operands: Sequence[Atom]) -> list[Atom]:
         jaxpr, consts = open_jaxpr(closed)
@@ -222,12 +246,28 @@ class _Flattener:
             return self.convert_cond(eqn, operands)
         if name == 'scan' and contains_etp_op(eqn):
             return self.unroll_scan(eqn, operands)
-        if name in ('scatter', 'scatter-add'):
+        if name in SCATTERS:
             array, index, update = operands
-            known = None if isinstance(index, Literal) else self.indices.get(index)
-            pieces = None if known is None else scatter_in_pieces(eqn, known)
+            known = self.known([index])
+            pieces = None if known is None else scatter_in_pieces(eqn, *known)
             return None if pieces is None else [self.call(eqn, pieces, array, update)]
+        if name in ('dynamic_slice', 'dynamic_update_slice'):
+            return self.index_at_fixed_place(eqn, operands)
         return None
+
+    def index_at_fixed_place(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
+        """A dynamic slice, or the update of one, whose place is known."""
+        is_slice = eqn.primitive.name == 'dynamic_slice'
+        arrays, known = operands[: 2 - is_slice], self.known(operands[2 - is_slice :])
+        if known is None:
+            return None
+        window = eqn.outvars[0].aval.shape if is_slice else operands[1].aval.shape
+        sizes = zip(known, operands[0].aval.shape, window, strict=True)
+        starts = [min(max(int(start), 0), n - w) for start, n, w in sizes]
+        if not is_slice:
+            return [self.call(eqn, partial(update_in_pieces, starts=starts), *arrays)]
+        limits = [start + w for start, w in zip(starts, window, strict=True)]
+        return [self.call(eqn, lambda a: lax.slice(a, starts, limits), *arrays)]
 
     def convert_cond(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
         branches = eqn.params['branches']
@@ -275,6 +315,11 @@ class _Flattener:
 
 def _body(eqn: JaxprEqn) -> Any:
     return eqn.params['jaxpr'] if 'jaxpr' in eqn.params else eqn.params['call_jaxpr']
+
+
+def _spread(params: dict[str, Any], a: np.ndarray) -> np.ndarray:
+    sizes = dict(zip(params['broadcast_dimensions'], a.shape, strict=True))
+    return a.reshape([sizes.get(axis, 1) for axis in range(len(params['shape']))])
 
 
 def _at(step: int) -> Callable[[jax.Array], jax.Array]:

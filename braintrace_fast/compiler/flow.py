@@ -7,30 +7,35 @@ have no part in ``D`` and ``f``: that is what "diagonal" means.
 
 A path is *cut* where it meets an equation that mixes positions; the equations that cut it are kept
 with the dependence. An operand is *detached* where a source would mix by it into a result that is
-aligned otherwise: slices take it as a constant. A source is *unfit* for a new state whose shape
-does not correspond to its own, so that no path between them can line up.
+aligned otherwise, or would be read at other positions than a source that is in place: slices take
+it as a constant. A source is *unfit* for a new state whose shape does not correspond to its own, so
+that no path between them can line up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var, rewire
 from .alignment import (
-    MIXED,
-    Alignment,
-    Only,
-    Outcome,
     align_results,
     always_mixes,
     cuts_by_design,
     even_arrays,
-    forget_indices,
-    identity_alignment,
     is_element_wise,
     passes_derivative,
 )
 from .control_flow import has_body, has_while
+from .positions import (
+    MIXED,
+    Alignment,
+    Only,
+    Outcome,
+    clash,
+    forget_indices,
+    identity_alignment,
+    partly_in_place,
+)
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
 
@@ -91,6 +96,7 @@ class Flow:
         self.dependences: dict[Var, dict[Var, Dependence]] = {}
         self.detached: dict[int, frozenset[int]] = {}
         self.unfit: set[tuple[Var, Var]] = set()
+        self.movers: dict[int, int] = {}
         self.producer = {v: index for index, eqn in enumerate(eqns) for v in eqn.outvars}
         self.passes = [passes_derivative(eqn) for eqn in eqns]
         self.nested = [index for index, eqn in enumerate(eqns) if has_body(eqn)]
@@ -111,6 +117,10 @@ class Flow:
     def of(self, atom: Atom) -> dict[Var, Dependence]:
         """The sources that reach a variable."""
         return {} if isinstance(atom, Literal) else self.dependences.get(atom, {})
+
+    def mixer(self, cut: int) -> JaxprEqn:
+        """The equation to name for a cut: the one that moved positions, if others meet later."""
+        return self.eqns[self.movers.get(cut, cut)]
 
     def reaches(self, source: Var, target: Var, width: int) -> list[bool]:
         """Per plane of a new state (``width`` along its last axis), whether a source reaches it."""
@@ -145,6 +155,7 @@ class Flow:
             return found
         if not fits:
             self.unfit.add((source, target))
+        self.movers.setdefault(index, self._mover(index, source))
         return Dependence(None, (*found.cut_by, index))
 
     def _visit(self, index: int, eqn: JaxprEqn) -> None:
@@ -152,7 +163,7 @@ class Flow:
         inputs = [{} if isinstance(v, Literal) else known.get(v, {}) for v in eqn.invars]
         results: list[dict[Var, Dependence]] = [{}] * len(eqn.outvars)
         if any(inputs) and any(self.passes[index]):
-            results = _meet_in_place(eqn, inputs) or self._met(index, eqn, inputs)
+            results = self._meet_in_place(eqn, inputs) or self._met(index, eqn, inputs)
         for v, found in zip(eqn.outvars, results, strict=True):
             if v in self.targets:
                 found = {s: self._line_up(s, v, index, d) for s, d in found.items()}
@@ -160,6 +171,34 @@ class Flow:
                 found = {**found, **self._itself(v)}
             if found:
                 self.dependences[v] = found
+
+    def _meet_in_place(
+        self, eqn: JaxprEqn, inputs: list[dict[Var, Dependence]]
+    ) -> list[dict[Var, Dependence]] | None:
+        """The common case: sources meet element by element, each with one alignment; else None."""
+        shape = eqn.outvars[0].aval.shape
+        carrying = [(v, found) for v, found in zip(eqn.invars, inputs, strict=True) if found]
+        if not is_element_wise(eqn) or any(v.aval.shape != shape for v, _ in carrying):
+            return None
+        (_, met), *others = carrying
+        for _, found in others:
+            if found is met:
+                continue
+            met = dict(met)
+            for source, theirs in found.items():
+                ours = met.setdefault(source, theirs)
+                if ours is theirs or ours == theirs:
+                    continue
+                alignments = {a for a in (ours.alignment, theirs.alignment) if a is not None}
+                if len(alignments) > 1:
+                    return None
+                cuts = tuple(dict.fromkeys((*ours.cut_by, *theirs.cut_by)))
+                met[source] = Dependence(next(iter(alignments), None), cuts)
+        if others:
+            by_source = {s: d.alignment for s, d in met.items() if d.alignment is not None}
+            if self._out_of_place(by_source, shape):
+                return None
+        return [met]
 
     def _met(
         self, index: int, eqn: JaxprEqn, inputs: list[dict[Var, Dependence]]
@@ -195,13 +234,16 @@ class Flow:
         """Outcomes per source, with operands detached that would mix into an aligned result.
 
         A source that arrives in place by some operands is not let in by others that move it. And a
-        result that is aligned to one source must not let another one in through the same operand
-        unaligned. Such operands are taken as constants, for every source.
+        result that is aligned to one source must not let another one in unaligned, or at other
+        positions. Such operands are taken as constants, for every source.
         """
         detached: frozenset[int] = frozenset()
+        meet = sum(map(bool, inputs)) > 1
         while True:
             outcomes = _Outcomes(eqn, inputs, sources, detached)
-            if not any(MIXED in found for found in outcomes.values()) or always_mixes(eqn):
+            clashing = self._clashing(eqn, outcomes) if meet else set()
+            mixes = clashing or any(map(partial(_moves, eqn), outcomes.values()))
+            if not mixes or always_mixes(eqn):
                 break
             moved = self._moving_operands(eqn, inputs, outcomes, detached)
             if moved:
@@ -212,7 +254,7 @@ class Flow:
                 for place in range(len(eqn.outvars))
                 if any(isinstance(found[place], tuple) for found in outcomes.values())
             ]
-            mixing = {
+            mixing = clashing | {
                 source
                 for source, found in outcomes.items()
                 if any(found[place] is MIXED for place in live)
@@ -227,7 +269,57 @@ class Flow:
             detached |= bad
         if detached:
             self.detached[index] = detached
+            movers = (self._mover(index, source) for source in outcomes.lost)
+            self.movers[index] = next((m for m in movers if m != index), index)
         return outcomes
+
+    def _clashing(self, eqn: JaxprEqn, outcomes: Mapping[Var, Sequence[Outcome]]) -> set[Var]:
+        """Sources that a result reads at other positions than a source that is in place there."""
+        found: set[Var] = set()
+        for place, v in enumerate(eqn.outvars):
+            at_place = ((source, outcome[place]) for source, outcome in outcomes.items())
+            alignments = {source: how for source, how in at_place if isinstance(how, tuple)}
+            found |= self._out_of_place(alignments, v.aval.shape)
+        return found
+
+    def _out_of_place(
+        self, alignments: Mapping[Var, Alignment], shape: tuple[int, ...]
+    ) -> set[Var]:
+        if len(set(alignments.values())) < 2:
+            return set()
+        in_place = (s for s, a in alignments.items() if self._in_place(s, [a]))
+        first = next(in_place, next(iter(alignments)))
+        return {s for s in alignments if self._clash(first, s, alignments, shape)}
+
+    def _clash(
+        self, first: Var, second: Var, alignments: Mapping[Var, Alignment], shape: tuple[int, ...]
+    ) -> bool:
+        """Whether two sources with corresponding positions are read at different ones."""
+        if len(self.sources[first].shape) < len(self.sources[second].shape):
+            first, second = second, first
+        wide, narrow = self.sources[first].shape, self.sources[second].shape
+        fewer = len(wide) - len(narrow)
+        return wide[fewer:] == narrow and clash(alignments[first], alignments[second], shape, fewer)
+
+    def _mover(self, index: int, source: Var) -> int:
+        """The equation that moved a source out of place on its way to an equation."""
+        while True:
+            displaced = (
+                self.producer[v]
+                for v in self.eqns[index].invars
+                if not isinstance(v, Literal)
+                and v in self.producer
+                and self._is_displaced(v, source)
+            )
+            earlier = next(displaced, None)
+            if earlier is None:
+                return index
+            index = earlier
+
+    def _is_displaced(self, v: Var, source: Var) -> bool:
+        found = self.of(v).get(source)
+        alignment = None if found is None else found.alignment
+        return alignment is not None and not self._in_place(source, [alignment])
 
     def _moving_operands(
         self,
@@ -237,7 +329,7 @@ class Flow:
         detached: frozenset[int],
     ) -> frozenset[int]:
         """Operands by which a source mixes, where it arrives in place by others alone."""
-        for source in (s for s, found in outcomes.items() if MIXED in found):
+        for source in (s for s, found in outcomes.items() if _moves(eqn, found)):
             alignments = {
                 place: found[source].alignment
                 for place, found in enumerate(inputs)
@@ -323,29 +415,12 @@ class Flow:
         return made
 
 
-def _meet_in_place(
-    eqn: JaxprEqn, inputs: list[dict[Var, Dependence]]
-) -> list[dict[Var, Dependence]] | None:
-    """The common case: sources meet element by element, each with one alignment; else None."""
-    shape = eqn.outvars[0].aval.shape
-    carrying = [(v, found) for v, found in zip(eqn.invars, inputs, strict=True) if found]
-    if not is_element_wise(eqn) or any(v.aval.shape != shape for v, _ in carrying):
-        return None
-    (_, met), *others = carrying
-    for _, found in others:
-        if found is met:
-            continue
-        met = dict(met)
-        for source, theirs in found.items():
-            ours = met.setdefault(source, theirs)
-            if ours is theirs or ours == theirs:
-                continue
-            alignments = {a for a in (ours.alignment, theirs.alignment) if a is not None}
-            if len(alignments) > 1:
-                return None
-            cuts = tuple(dict.fromkeys((*ours.cut_by, *theirs.cut_by)))
-            met[source] = Dependence(next(iter(alignments), None), cuts)
-    return [met]
+def _moves(eqn: JaxprEqn, outcomes: Sequence[Outcome]) -> bool:
+    """Whether a source is mixed, or only a part of it is where it was."""
+    return any(
+        partly_in_place(found, v.aval.shape) if isinstance(found, tuple) else found is MIXED
+        for found, v in zip(outcomes, eqn.outvars, strict=True)
+    )
 
 
 class _Outcomes(dict[Var, list[Outcome]]):

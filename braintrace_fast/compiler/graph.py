@@ -227,6 +227,7 @@ def compile_etrace_graph(
     include_hidden_perturb: bool = True,
     control_flow: ControlFlowPolicy | None = None,
     environ_inputs: Collection[str] = CHANGING,
+    couple_layers: bool = False,
 ) -> ETraceGraph:
     """Compile one step of a model into hidden groups, relations and perturbed steps.
 
@@ -244,6 +245,9 @@ def compile_etrace_graph(
         What to do with control flow inside the step.
     environ_inputs : collection of str
         Keys of brainstate's environment whose values are inputs of the step, if it reads them.
+    couple_layers : bool
+        Whether hidden states of modules in a list that drive each other position by position form
+        one group, so that their coupling is traced. The shapes of their states must be equal.
 
     Returns
     -------
@@ -274,7 +278,7 @@ def compile_etrace_graph(
             model, *model_args, control_flow=control_flow, environ_inputs=environ_inputs
         )
         flow = step_flow(minfo)
-        groups, by_path = find_hidden_groups_from_minfo(minfo, flow)
+        groups, by_path = find_hidden_groups_from_minfo(minfo, flow, couple_layers)
         order_hidden_group_index(groups)
         relations = find_hidden_param_op_relations_from_minfo(minfo, by_path, flow)
         if not relations:

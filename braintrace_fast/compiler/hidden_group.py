@@ -258,12 +258,13 @@ def step_flow(minfo: ModuleInfo) -> Flow:
 
 
 def find_hidden_groups_from_minfo(
-    minfo: ModuleInfo, flow: Flow | None = None
+    minfo: ModuleInfo, flow: Flow | None = None, couple_layers: bool = False
 ) -> tuple[list[HiddenGroup], brainstate.util.PrettyDict]:
     """Find the hidden groups of a traced model.
 
     States are in one group if one reaches another within a step, position by position, directly or
-    through others. Groups, and the states in them, come in the order of the model's states.
+    through others. Groups, and the states in them, come in the order of the model's states. Modules
+    in a list are layers, and states of two layers share a group only if ``couple_layers`` says so.
 
     Parameters
     ----------
@@ -271,6 +272,8 @@ def find_hidden_groups_from_minfo(
         The traced model.
     flow : Flow, optional
         ``step_flow(minfo)``, where it is at hand.
+    couple_layers : bool
+        Whether states of two layers that drive each other position by position are one group.
 
     Returns
     -------
@@ -282,7 +285,11 @@ def find_hidden_groups_from_minfo(
     news = list(minfo.hidden_outvar_to_invar)
     path_of = minfo.outvar_to_hidden_path
     linked = [
-        [new, *(target for target in news if _drives(minfo, flow, new, target))] for new in news
+        [
+            new,
+            *(target for target in news if _drives(minfo, flow, new, target, couple_layers)),
+        ]
+        for new in news
     ]
     groups: list[HiddenGroup] = []
     for members in _merge(linked):
@@ -331,11 +338,11 @@ def find_hidden_groups_from_module(
     return find_hidden_groups_from_minfo(extract_module_info(model, *model_args, **model_kwargs))
 
 
-def _drives(minfo: ModuleInfo, flow: Flow, new: Var, target: Var) -> bool:
+def _drives(minfo: ModuleInfo, flow: Flow, new: Var, target: Var, couple_layers: bool) -> bool:
     """Whether the old value of one state reaches the new value of another, in the same layer."""
     path_of = minfo.outvar_to_hidden_path
-    return minfo.hidden_outvar_to_invar[new] in flow.aligned(target) and _same_layer(
-        path_of[new], path_of[target]
+    return minfo.hidden_outvar_to_invar[new] in flow.aligned(target) and (
+        couple_layers or _same_layer(path_of[new], path_of[target])
     )
 
 
@@ -393,10 +400,10 @@ def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]
         for old in olds
         if old in flow.of(new)
         for cut in flow.of(new)[old].cut_by
-        if not is_product(flow.eqns[cut])
+        if not is_product(flow.mixer(cut))
     )
     for cut in cuts:
-        eqn = flow.eqns[cut]
+        eqn = flow.mixer(cut)
         paths = tuple(minfo.outvar_to_hidden_path[new] for new in news)
         emit(
             DiagnosticKind.TRANSITION_NOT_POSITION_WISE,
@@ -443,27 +450,51 @@ def _note_untraced_couplings(minfo: ModuleInfo, flow: Flow, groups: list[HiddenG
     """Say where one group drives another: that is not traced from step to step."""
     for group in groups:
         for other in groups:
-            pairs = [(old, new) for new in other.hidden_outvars for old in group.hidden_invars]
-            found = [(old, new) for old, new in pairs if old in flow.of(new)]
-            if group is other or not found:
-                continue
-            cuts = dict.fromkeys(cut for old, new in found for cut in flow.of(new)[old].cut_by)
-            mixers = [flow.eqns[cut] for cut in cuts]
-            aligned = any(old in flow.aligned(new) for old, new in found)
-            meant = aligned or all(map(is_product, mixers))
-            names = dict.fromkeys(f'{m.primitive.name} at {source_line(m)}' for m in mixers)
-            how = (
-                'position by position, but belong to another layer'
-                if aligned
-                else f'by other positions or in another shape ({", ".join(names)})'
-            )
-            emit(
-                DiagnosticKind.HIDDEN_COUPLING_NOT_TRACED,
-                DiagnosticLevel.INFO if meant else DiagnosticLevel.WARNING,
-                f'{group.hidden_paths} drive {other.hidden_paths} {how}: the coupling counts '
-                'within the step only, and is not traced from step to step.',
-                hidden_paths=(*group.hidden_paths, *other.hidden_paths),
-            )
+            pairs = [
+                (place, new)
+                for place, old in enumerate(group.hidden_invars)
+                for new in other.hidden_outvars
+                if group is not other and old in flow.of(new)
+            ]
+            in_place = [
+                (place, new)
+                for place, new in pairs
+                if group.hidden_invars[place] in flow.aligned(new)
+            ]
+            if pairs:
+                found = in_place or pairs
+                drivers = tuple(dict.fromkeys(group.hidden_paths[place] for place, _ in found))
+                driven = dict.fromkeys(minfo.outvar_to_hidden_path[new] for _, new in found)
+                dependences = [flow.of(new)[group.hidden_invars[place]] for place, new in found]
+                cuts = dict.fromkeys(cut for found in dependences for cut in found.cut_by)
+                mixers = [] if in_place else [flow.mixer(cut) for cut in cuts]
+                _note_coupling(flow, drivers, tuple(driven), mixers)
+
+
+def _note_coupling(
+    flow: Flow, drivers: tuple[Path, ...], driven: tuple[Path, ...], mixers: list[JaxprEqn]
+) -> None:
+    """Say that states drive others through equations that mix positions, or, with none, in place.
+
+    A coupling by products is cut by design of a diagonal trace.
+    """
+    lines = list(dict.fromkeys(map(source_line, mixers)))
+    names = dict.fromkeys(f'{m.primitive.name} at {source_line(m)}' for m in mixers)
+    if mixers:
+        how = f'by other positions or in another shape ({", ".join(names)})'
+        advice = 'To have it traced, write it position by position, between states of one shape.'
+    else:
+        how = 'position by position, but are modules of a list, which are layers of their own'
+        advice = 'To have it traced, compile with couple_layers=True, or make them attributes.'
+    by_products = bool(mixers) and all(map(is_product, mixers))
+    emit(
+        DiagnosticKind.HIDDEN_COUPLING_NOT_TRACED,
+        DiagnosticLevel.INFO if by_products else DiagnosticLevel.WARNING,
+        f'{list(drivers)} drive {list(driven)} {how}: the coupling counts within the step only, '
+        f'and is not traced from step to step. {"" if by_products else advice}'.rstrip(),
+        hidden_paths=(*drivers, *driven),
+        context={'drivers': drivers, **({'source': lines[0]} if lines else {})},
+    )
 
 
 def group_merging(

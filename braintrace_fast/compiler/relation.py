@@ -242,7 +242,11 @@ class _Finder:
         self.carried = CarriedStates(minfo)
         self.groups = list({group.index: group for group in hid_path_to_group.values()}.values())
         self.outputs = _variables(minfo.jaxpr.outvars[: minfo.num_var_out])
+        self.op_outputs = {
+            v for eqn in flow.eqns if isinstance(eqn.primitive, ETPPrimitive) for v in eqn.outvars
+        }
         self.explained: set[Path] = set()
+        self.warned: set[Path] = set()
 
     def relations(self) -> list[HiddenParamOpRelation]:
         nested = frozenset(self.flow.nested)
@@ -309,7 +313,7 @@ class _Finder:
                 for group in groups
             ],
             is_position_wise=all(
-                is_product(self.flow.eqns[cut]) for by in cuts.values() for cut in by
+                is_product(self.flow.mixer(cut)) for by in cuts.values() for cut in by
             ),
             is_shared=y.aval.ndim < len(groups[0].varshape),
             weight_ways=ways,
@@ -367,7 +371,7 @@ class _Finder:
             **fields,
         )
         for cut in dict.fromkeys(cut for by in cuts.values() for cut in by):
-            mixer = self.flow.eqns[cut]
+            mixer = self.flow.mixer(cut)
             product = is_product(mixer)
             self.emit(
                 DiagnosticKind.RELATION_PARTIAL_PATH
@@ -377,7 +381,8 @@ class _Finder:
                 mixer,
                 f'a part of the influence of {relation.path} on its hidden states passes through '
                 f'{mixer.primitive.name}, which mixes positions; that part counts within the step, '
-                'but is not traced from step to step.',
+                'but is not traced from step to step.'
+                + ('' if product else ' To have it traced, apply it before the op.'),
                 **fields,
             )
         self.note_untraced_states(relation, eqn, cuts)
@@ -400,7 +405,7 @@ class _Finder:
         for new, path in self.minfo.outvar_to_hidden_path.items():
             if new in traced or y not in self.flow.of(new):
                 continue
-            mixers = [self.flow.eqns[cut] for cut in self.flow.of(new)[y].cut_by]
+            mixers = [self.flow.mixer(cut) for cut in self.flow.of(new)[y].cut_by]
             unfit = self.is_unfit(y, new, mixers)
             why = (
                 f'its output has shape {y.aval.shape}, the state {new.aval.shape}'
@@ -442,7 +447,7 @@ class _Finder:
         """Say why an op with trained weights reaches no hidden state position by position."""
         hidden = [new for new in self.minfo.hidden_outvar_to_invar if y in self.flow.of(new)]
         cuts = dict.fromkeys(cut for new in hidden for cut in self.flow.of(new)[y].cut_by)
-        mixers = [self.flow.eqns[cut] for cut in cuts]
+        mixers = [self.flow.mixer(cut) for cut in cuts]
         shapes = {new.aval.shape for new in hidden if self.is_unfit(y, new, mixers)}
         by = _names(mixers)
         kept = 'It gets the gradient of the step, and none from the past.'
@@ -466,7 +471,8 @@ class _Finder:
                 )
             )
         elif all(isinstance(mixer.primitive, ETPPrimitive) for mixer in mixers):
-            kind, level = DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT, DiagnosticLevel.WARNING
+            # A diagonal trace is meant to end there, as for a GRU's reset gate.
+            kind, level = DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT, DiagnosticLevel.INFO
             why = (
                 f'it reaches hidden states only through another ETP op ({by}). {kept} To have it '
                 'traced, let its output flow into a hidden state directly.'
@@ -590,12 +596,16 @@ class _Finder:
     def note_other_weights(self) -> None:
         """Explain the weights of which no op has said anything."""
         for path, state in self.minfo.retrieved_model_states.items():
-            if not isinstance(state, brainstate.ParamState) or path in self.explained:
+            if not isinstance(state, brainstate.ParamState):
                 continue
             leaves = self.minfo.weight_path_to_invars.get(path, [])
+            if path in self.explained:
+                self.note_plain_use(path, leaves)
+                continue
             reached = self.carried.reached_from(leaves)
             lasting = self.carried.lasting(leaves)
             hidden = not reached.isdisjoint(self.flow.targets)
+            past_ops = self.reaches_past_ops(leaves)
             if not (hidden or lasting or any(v in reached for v in self.outputs)):
                 emit(
                     DiagnosticKind.WEIGHT_NOT_USED,
@@ -608,7 +618,9 @@ class _Finder:
             advice = 'It reaches no later step, so nothing is missing.'
             if lasting:
                 advice = f'It reaches later steps through {lasting}. {_MAKE_HIDDEN}'
-            if hidden:
+            elif hidden and not past_ops:
+                advice = 'It reaches hidden states only through ETP ops, where traces end.'
+            elif hidden:
                 advice = (
                     'To have its influence over time traced, pass it through an op of this library '
                     '(matmul, element_wise, ...); an op that is vmapped over its weight is a plain '
@@ -617,12 +629,37 @@ class _Finder:
             readers = (e for e in self.flow.eqns if any(v in leaves for v in _variables(e.invars)))
             self.emit(
                 DiagnosticKind.WEIGHT_WITHOUT_ETP_OP,
-                DiagnosticLevel.WARNING if hidden or lasting else DiagnosticLevel.INFO,
+                DiagnosticLevel.WARNING if past_ops or lasting else DiagnosticLevel.INFO,
                 next(readers, None),
                 f'{path} passes through no ETP op: it gets the gradient of the step, and none from '
                 f'the past. {advice}',
                 weight_path=path,
             )
+
+    def reaches_past_ops(self, variables: Sequence[Var]) -> bool:
+        """Whether variables reach a hidden state by a way without an ETP op."""
+        reached = self.carried.reached_from(variables, stop=self.op_outputs)
+        return not reached.isdisjoint(self.flow.targets)
+
+    def note_plain_use(self, path: Path, leaves: Sequence[Var]) -> None:
+        """Say that a weight of which an op has told reaches hidden states by plain ways too."""
+        if path in self.warned or not self.reaches_past_ops(leaves):
+            return
+        readers = (
+            eqn
+            for eqn in self.flow.eqns
+            if any(v in leaves for v in _variables(eqn.invars))
+            and self.reaches_past_ops([v for v in eqn.outvars if v not in self.op_outputs])
+        )
+        self.emit(
+            DiagnosticKind.RELATION_PARTIAL_PATH,
+            DiagnosticLevel.WARNING,
+            next(readers, None),
+            f'{path} also reaches hidden states through no ETP op: that use of it gets the '
+            'gradient of the step, and none from the past. To have it traced, pass it through an '
+            'op of this library (matmul, element_wise, ...) there too.',
+            weight_path=path,
+        )
 
     def note_carried_states(self) -> None:
         """Say by which states other than hidden ones influence lasts without being traced."""
@@ -653,6 +690,8 @@ class _Finder:
         **context: Any,
     ) -> None:
         line = UNKNOWN_LINE if eqn is None else source_line(eqn)
+        if weight_path is not None and level is DiagnosticLevel.WARNING:
+            self.warned.add(weight_path)
         emit(
             kind,
             level,

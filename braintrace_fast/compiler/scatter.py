@@ -1,48 +1,77 @@
-"""``a.at[..., 3:].add(b)`` in pieces: a scatter at a fixed place, position by position."""
+"""``a.at[..., 3:].add(b)`` in pieces: an update at a fixed place, position by position."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from jax import lax
 
 from .._compat import JaxprEqn
 
-__all__ = ['scatter_in_pieces']
+__all__ = ['SCATTERS', 'scatter_in_pieces', 'update_in_pieces']
 
 Pieces = Callable[[jax.Array, jax.Array], jax.Array]
 
+SCATTERS: dict[str, Pieces] = {
+    'scatter': lambda here, update: update,
+    'scatter-add': lax.add,
+    'scatter-sub': lax.sub,
+    'scatter-mul': lax.mul,
+    'scatter-min': lax.min,
+    'scatter-max': lax.max,
+}
+"""By primitive, what becomes of the values at a place and of their update."""
 
-def scatter_in_pieces(eqn: JaxprEqn, index: int) -> Pieces | None:
-    """A scatter of one window at a known index along one axis, by slices or padding.
+
+def scatter_in_pieces(eqn: JaxprEqn, index: np.ndarray) -> Pieces | None:
+    """A scatter of one window at a known index, by slices or padding.
 
     Returns the function of the array and the update, or None for any other scatter.
     """
     numbers = eqn.params['dimension_numbers']
-    array, indices, update = (v.aval.shape for v in eqn.invars)
+    array, _, update = (v.aval.shape for v in eqn.invars)
     if (
-        indices != (1,)
+        index.ndim != 1
         or numbers.operand_batching_dims
         or len(update) != len(numbers.update_window_dims)
     ):
         return None
-    (axis,) = numbers.scatter_dims_to_operand_dims
     inserted = numbers.inserted_window_dims
     sizes = iter(update)
-    window = [1 if a in inserted else next(sizes) for a in range(len(array))]
-    end = index + window[axis]
-    partial = [a for a, n in enumerate(array) if window[a] != n and a != axis]
-    if partial or index < 0 or end > array[axis]:
+    window = [1 if axis in inserted else next(sizes) for axis in range(len(array))]
+    starts = [0] * len(array)
+    for axis, start in zip(numbers.scatter_dims_to_operand_dims, index, strict=True):
+        starts[axis] = int(start)
+    if any(s < 0 or s + w > n for s, w, n in zip(starts, window, array, strict=True)):
         return None
+    name = eqn.primitive.name
 
     def pieces(a: jax.Array, b: jax.Array) -> jax.Array:
         middle = lax.expand_dims(b, inserted) if inserted else b
-        if eqn.primitive.name == 'scatter-add':
-            around = [(0, 0, 0)] * len(array)
-            around[axis] = (index, array[axis] - end, 0)
+        if name == 'scatter-add':
+            places = zip(starts, window, array, strict=True)
+            around = [(start, n - start - size, 0) for start, size, n in places]
             return a + lax.pad(middle, lax.full_like(middle, 0, shape=()), around)
-        before = lax.slice_in_dim(a, 0, index, axis=axis)
-        after = lax.slice_in_dim(a, end, array[axis], axis=axis)
-        parts = [part for part in (before, middle, after) if part.shape[axis]]
-        return lax.concatenate(parts, axis) if len(parts) > 1 else middle
+        return update_in_pieces(a, middle, starts, SCATTERS[name])
 
     return pieces
+
+
+def update_in_pieces(
+    array: jax.Array,
+    update: jax.Array,
+    starts: Sequence[int],
+    combine: Pieces = SCATTERS['scatter'],
+) -> jax.Array:
+    """An array with a part of it, which starts there, combined with an update."""
+    for axis, start in enumerate(starts):
+        end, size = start + update.shape[axis], array.shape[axis]
+        if update.shape[axis] != size:
+            here = lax.slice_in_dim(array, start, end, axis=axis)
+            parts = [
+                lax.slice_in_dim(array, 0, start, axis=axis),
+                update_in_pieces(here, update, [*[0] * (axis + 1), *starts[axis + 1 :]], combine),
+                lax.slice_in_dim(array, end, size, axis=axis),
+            ]
+            return lax.concatenate([part for part in parts if part.shape[axis]], axis)
+    return combine(array, update)

@@ -8,9 +8,10 @@ import jax
 
 from .._compat import Atom, Jaxpr, Literal, Primitive, Var, build_jaxpr, open_jaxpr
 from .._typing import Path
-from .alignment import identity_alignment, is_inexact, through
+from .alignment import is_inexact, through
 from .flow import Flow
 from .module_info import ModuleInfo
+from .positions import identity_alignment
 
 __all__ = ['WeightWay', 'WeightWays']
 

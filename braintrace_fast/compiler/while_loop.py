@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from .._compat import JaxprEqn, Literal, equation_function, open_jaxpr, struct
-from .alignment import align_results, identity_alignment, is_inexact
+from .alignment import align_results, is_inexact
+from .positions import identity_alignment
 
 __all__ = ['follows', 'with_reverse_mode']
 

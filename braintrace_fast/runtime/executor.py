@@ -88,6 +88,8 @@ class ETraceGraphExecutor:
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for; see :func:`braintrace_fast.use_backend`.
+    couple_layers : bool
+        Whether to trace what states of modules in a list do to each other.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class ETraceGraphExecutor:
         model: brainstate.nn.Module,
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
+        couple_layers: bool = False,
     ) -> None:
         if not isinstance(model, brainstate.nn.Module):
             raise TypeError(
@@ -102,6 +105,7 @@ class ETraceGraphExecutor:
             )
         self.model = model
         self.control_flow = control_flow
+        self.couple_layers = couple_layers
         self.backend = check_backend(backend)
         self.resolved_backend = Backend()
         self._graph: ETraceGraph | None = None
@@ -157,6 +161,7 @@ class ETraceGraphExecutor:
             *self._example,
             control_flow=self.control_flow,
             environ_inputs=self._environ_inputs,
+            couple_layers=self.couple_layers,
         )
 
     def follow_environment(self) -> bool:
@@ -241,6 +246,8 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
+    couple_layers : bool
+        Whether to trace what states of modules in a list do to each other.
 
     Examples
     --------
@@ -261,8 +268,9 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         vjp_method: str = 'single-step',
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
+        couple_layers: bool = False,
     ) -> None:
-        super().__init__(model, control_flow, backend)
+        super().__init__(model, control_flow, backend, couple_layers)
         if vjp_method not in ('single-step', 'multi-step'):
             raise ValueError(f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'.")
         self.vjp_method = vjp_method

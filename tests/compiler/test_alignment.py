@@ -22,11 +22,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from braintrace_fast._compat import jaxprs_in_params, open_jaxpr
 from braintrace_fast.compiler import alignment as rules
-from braintrace_fast.compiler.alignment import (
+from braintrace_fast.compiler.alignment import align_results
+from braintrace_fast.compiler.positions import (
     MIXED,
     Merged,
     Only,
-    align_results,
+    Pieces,
+    Pin,
     identity_alignment,
 )
 
@@ -87,11 +89,13 @@ class Case(NamedTuple):
         """The mask of the derivatives that an alignment allows."""
         mask = np.zeros((*result, self.num_positions), bool)
         if outcome is not None:
-            assert len(outcome) == len(result)
+            pins = outcome[len(result) :]
+            assert all(isinstance(pin, Pin) for pin in pins)
             for index, position in itertools.product(
                 np.ndindex(*result), np.ndindex(*self.shape[: self.ndim])
             ):
-                if all(_fits(e, i, position) for e, i in zip(outcome, index, strict=True)):
+                pairs = zip(outcome, (*index, *[0] * len(pins)), strict=True)
+                if all(_fits(e, i, position) for e, i in pairs):
                     flat = (
                         np.ravel_multi_index(position, self.shape[: self.ndim]) if position else 0
                     )
@@ -136,15 +140,19 @@ def _fits(entry: Any, index: int, position: tuple[int, ...]) -> bool:
             return False
         indices = np.unravel_index(index, sizes)
         return all(_fits(e, i, position) for (e, _), i in zip(entry.parts, indices, strict=True))
-    axis, offset = entry
-    return position[axis] == index + offset
+    if isinstance(entry, Pin):
+        return position[entry.axis] == entry.position
+    if isinstance(entry, Pieces):
+        return any(b <= index < e and _fits(part, index, position) for b, e, part in entry.parts)
+    return position[entry.axis] == entry.start + entry.step * index
 
 
 def running_axes(outcome: Any) -> list[int]:
     entries = [
         p for e in outcome for p in ([p for p, _ in e.parts] if isinstance(e, Merged) else [e])
     ]
-    return sorted(e[0] for e in entries if e is not None and not isinstance(e, Only))
+    entries = [e.parts[0][2] if isinstance(e, Pieces) else e for e in entries]
+    return sorted(e.axis for e in entries if e is not None and not isinstance(e, Only))
 
 
 def primitives(jaxpr: Any) -> set[str]:
@@ -298,9 +306,17 @@ SHAPES = {
     'split a free array': Case(lambda h: h.reshape(2, 2), (4,), 0),
     'reshape with axes of size one': Case(lambda x: x.reshape(1, 2, 1, 3, 1)),
     'reshape away axes of size one': Case(lambda x: x.reshape(2, 3), (1, 2, 1, 3)),
-    'reshape away one position': Case(lambda x: x[:, :1].reshape(2), conservative=SPREADS),
+    'reshape away one position': Case(lambda x: x[:, :1].reshape(2)),
+    'reshape away one position and back': Case(lambda x: x[:, 1:2].reshape(2).reshape(2, 1)),
+    'reshape away other positions and meet': Case(
+        lambda x: jnp.stack([x[:, 0] + x[:, 1], x[:, 0] + x[:, 0]], axis=1)
+    ),
     'squeeze': Case(lambda x: jnp.squeeze(x[:, None], 1)),
-    'squeeze one position': Case(lambda x: x[..., 0], conservative=SPREADS),
+    'squeeze one position': Case(lambda x: x[..., 0]),
+    'squeeze two positions': Case(lambda x: x[1, 2]),
+    'squeeze one position of a constant part': Case(
+        lambda x: pad(x, (0, 0, 0), (0, 2, 0))[:, 3], forward_mode=True
+    ),
     'add one position to all': Case(lambda x: x + x[:, :1]),
     'multiply by one position': Case(lambda x: x * jnp.sin(x[1:])),
     'add one number of the source': Case(lambda x: x + x[0, 0]),
@@ -319,7 +335,8 @@ SHAPES = {
 SLICES = {
     'slice at start': Case(lambda x: x[:, :2]),
     'slice with offset': Case(lambda x: x[:, 1:]),
-    'slice with stride': Case(lambda x: x[:, ::2], conservative=MOVES),
+    'slice with stride': Case(lambda x: x[:, ::2]),
+    'slice with stride and back': Case(lambda x: pad(x[:, 1::2], (0, 0, 0), (1, 1, 1))),
     'slice of states': state(lambda h: h[..., 1:3]),
     'slice of states with stride': state(lambda h: h[..., 1::2]),
     'slice of merged axes': Case(
@@ -328,14 +345,18 @@ SLICES = {
     'slice back in place': Case(
         lambda x: jnp.concatenate([x[:, :1] * 2, jnp.tanh(x[:, 1:])], axis=1)
     ),
-    'slices swapped': Case(
-        lambda x: jnp.concatenate([x[:, 1:], x[:, :1]], axis=1), conservative=MOVES
-    ),
-    'roll': Case(lambda x: jnp.roll(x, 1, axis=-1), conservative=MOVES),
+    'slices swapped': Case(lambda x: jnp.concatenate([x[:, 1:], x[:, :1]], axis=1)),
+    'slices swapped twice': Case(lambda x: jnp.roll(jnp.roll(x, 1, axis=1), -1, axis=1)),
+    'roll': Case(lambda x: jnp.roll(x, 1, axis=-1)),
+    'add rolled': Case(lambda x: x + jnp.roll(x, 1, axis=-1)),
     'neighbours': Case(lambda x: x[:, 1:] - x[:, :-1]),
     'index of states': state(lambda h: h[..., 2]),
     'unstack states': state(lambda h: jnp.unstack(h, axis=-1)),
-    'unstack positions': Case(lambda x: jnp.unstack(x, axis=-1), conservative=SPREADS),
+    'unstack positions': Case(lambda x: jnp.unstack(x, axis=-1)),
+    'unstack positions and stack': Case(lambda x: jnp.stack(jnp.unstack(x, axis=-1), axis=-1)),
+    'unstack positions and stack otherwise': Case(
+        lambda x: jnp.stack(jnp.unstack(x, axis=1)[::-1], axis=0)
+    ),
     'iterate states': state(lambda h: list(jnp.moveaxis(h, -1, 0))),
     'split positions': Case(lambda x: jnp.split(x, [1], axis=1)),
     'split states': state(lambda h: jnp.split(h, [1, 3], axis=-1)),
@@ -360,7 +381,35 @@ SLICES = {
     'add shifted': Case(lambda x: x + pad(x[:, 1:], (0, 0, 0), (0, 1, 0))),
     'concatenate zeros': Case(lambda x: jnp.concatenate([x, jnp.zeros((2, 2))], axis=1)),
     'concatenate after zeros': Case(lambda x: jnp.concatenate([jnp.zeros((2, 2)), x], axis=1)),
-    'concatenate twice': Case(lambda x: jnp.concatenate([x, x], axis=1), conservative=MOVES),
+    'concatenate twice': Case(lambda x: jnp.concatenate([x, x], axis=1)),
+    'concatenate and split': Case(lambda x: jnp.split(jnp.concatenate([x, jnp.sin(x)], 1), 2, 1)),
+    'concatenate and split otherwise': Case(
+        lambda x: jnp.split(jnp.concatenate([x, jnp.sin(x)], 1), [2], 1)
+    ),
+    'concatenate and slice across': Case(lambda x: jnp.concatenate([x, jnp.sin(x)], 1)[:, 2:5]),
+    'concatenate, slice with stride': Case(lambda x: jnp.concatenate([x, -x], 1)[:, 1::2]),
+    'concatenate with zeros and split': Case(
+        lambda x: jnp.split(jnp.concatenate([x, jnp.ones((2, 3))], 1), 2, 1), forward_mode=True
+    ),
+    'concatenate flipped and flip': Case(
+        lambda x: jnp.concatenate([x[:, ::-1], x[:, ::-1] ** 2], 1)[:, ::-1]
+    ),
+    'concatenate thrice': Case(
+        lambda x: jnp.concatenate([x, jnp.concatenate([x, x**2], 1)], 1)[:, 4:]
+    ),
+    'concatenate pieces after zeros': Case(
+        lambda x: pad(jnp.concatenate([x, x**2], 1), (0, 0, 0), (2, 1, 0))
+    ),
+    'concatenate pieces and merge': Case(
+        lambda x: jnp.concatenate([x, x**2], 1).reshape(12).reshape(2, 6)[:, :3]
+    ),
+    'concatenate and add': Case(
+        lambda x: jnp.concatenate([x, x**2], 1) + jnp.concatenate([x**2, x], 1)
+    ),
+    'concatenate and add swapped': Case(
+        lambda x: jnp.concatenate([x, x**2], 1) + jnp.concatenate([x**2, x[:, ::-1]], 1)
+    ),
+    'concatenate and reduce': Case(lambda x: jnp.concatenate([x, x**2], 1).sum(1)),
     'concatenate merged': Case(lambda x: jnp.concatenate([x.reshape(6), jnp.zeros(2)])),
     'concatenate merged later': Case(
         lambda x: jnp.concatenate([jnp.zeros(2), x.reshape(6)]),
@@ -452,7 +501,16 @@ REDUCTIONS = {
     **both('cummax', lax.cummax),
     **both('cummin', lax.cummin),
     **both('cumlogsumexp', lax.cumlogsumexp),
-    **both('rev', jnp.flip, conservative=MOVES),
+    **both('rev', jnp.flip),
+    **both('rev twice', lambda h, axis: jnp.flip(jnp.sin(jnp.flip(h, axis)), axis)),
+    **both('rev and add', lambda h, axis: h + jnp.flip(h, axis)),
+    'rev of all': Case(jnp.flip),
+    'rev of all in two orders': Case(lambda x: jnp.flip(jnp.flip(x), (0,))[:, ::-1]),
+    'rev of other axes': Case(lambda x: x[::-1][:, ::-1]),
+    'rev of merged axes': Case(lambda x: x.reshape(6)[::-1]),
+    'rev of merged axes and back': Case(lambda x: x.reshape(6)[::-1].reshape(2, 3)[::-1, ::-1]),
+    'rev of a slice': Case(lambda x: x[:, 1:][:, ::-1]),
+    'rev of a slice with stride': Case(lambda x: x[:, ::2][:, ::-1][:, 1:]),
     **both('sort', jnp.sort),
     **both('sort of pairs', lambda h, axis: lax.sort((h, jnp.sin(h)), dimension=axis, num_keys=1)),
     **both(
@@ -462,7 +520,7 @@ REDUCTIONS = {
     ),
     **both('associative scan', lambda h, axis: lax.associative_scan(jnp.add, h, axis=axis)),
     'sum over an axis of size one': Case(lambda x: x.sum(1), (2, 1)),
-    'sum of one position': Case(lambda x: x[:, :1].sum(1), conservative=SPREADS),
+    'sum of one position': Case(lambda x: x[:, :1].sum(1)),
     'subtract mean': Case(lambda x: x - x.mean(-1, keepdims=True)),
     'argmax': state(lambda h: jnp.argmax(h, -1)),
     'reduce xor of signs': Case(lambda x: lax.reduce_xor((x > 0), (1,))),
@@ -563,8 +621,39 @@ CONTROL_FLOW = {
     'scan that shifts': Case(shifting, conservative=MOVES),
     'scan that passes on': Case(passing),
     'scan over positions': Case(lambda x: lax.scan(lambda a, b: (a + b, None), jnp.ones(3), x)[0]),
-    'map over positions': Case(
-        lambda x: lax.map(jnp.tanh, x), conservative='no source runs along a scanned axis'
+    'map over positions': Case(lambda x: lax.map(jnp.tanh, x)),
+    'map over positions of two': Case(lambda x: lax.map(lambda ab: ab[0] * ab[1], (x, x**2))),
+    'map over positions of two that differ': Case(
+        lambda x: lax.map(lambda ab: ab[0] * ab[1], (x, x[::-1]))
+    ),
+    'map over positions that mixes others': Case(lambda x: lax.map(jnp.cumsum, x)),
+    'map over positions that sums others': Case(lambda x: lax.map(jnp.sum, x)),
+    'map over positions in a map': Case(lambda x: lax.map(lambda a: lax.map(jnp.sin, a), x)),
+    'map over the second axis': Case(lambda x: lax.map(jnp.sin, x.T).T),
+    'map over positions that reads all': Case(lambda x: lax.map(lambda a: a * x[0], x)),
+    'map over positions that reads the mean': Case(lambda x: lax.map(lambda a: a * x.mean(0), x)),
+    'map over merged positions': Case(
+        lambda x: lax.map(jnp.sin, x.reshape(6)[::-1])[::-1].reshape(2, 3)
+    ),
+    'map over positions, pinned': Case(lambda x: lax.map(lambda a: a[1] * a[1], x)),
+    'map over positions, pieces': Case(
+        lambda x: lax.map(jnp.sin, jnp.concatenate([x, x**2], 0))[:2]
+    ),
+    'map over positions in groups': Case(
+        lambda x: lax.map(jnp.tanh, x, batch_size=2), (4, 3), conservative=MOVES
+    ),
+    'scan over positions that counts': Case(
+        lambda x: lax.scan(lambda k, a: (k + 1, k * a), 0.5, x)[1]
+    ),
+    'scan over positions in reverse': Case(
+        lambda x: lax.scan(lambda k, a: (k, jnp.sin(a)), 0.0, x, reverse=True)[1]
+    ),
+    'scan over positions that hands on': Case(
+        lambda x: lax.scan(lambda k, a: (a, (jnp.sin(a), k * a)), jnp.ones(3), x)[1]
+    ),
+    'scan over positions with a pass to come': Case(
+        lambda x: lax.scan(lambda k, a: ((k[1], a), k[0] * a), (jnp.ones(3), jnp.ones(3)), x)[1],
+        (3, 3),
     ),
     'fori_loop': Case(lambda x: lax.fori_loop(0, 3, lambda _, h: jnp.sin(h) * x, x)),
     'while': Case(loop(lambda h: h - 0.1 * h**3), forward_mode=True),
@@ -717,6 +806,31 @@ def test_an_alignment_is_true_and_nothing_mixes_without_need(name, x64):
     check(CASES[name], CASES.values())
 
 
+IN_PLACE = {
+    'two flips': lambda x: jnp.flip(jnp.sin(jnp.flip(x))),
+    'two flips of an axis': lambda x: jnp.tanh(x[:, ::-1])[:, ::-1],
+    'a map': lambda x: lax.map(lambda a: jnp.tanh(a) * a, x),
+    'a map of the second axis': lambda x: lax.map(jnp.sin, x.T).T,
+    'concatenated and split': lambda x: jnp.split(jnp.concatenate([x, jnp.sin(x)], 1), 2, 1),
+    'concatenated and sliced': lambda x: jnp.concatenate([jnp.ones((2, 2)), x], 1)[:, 2:],
+    'taken and stacked': lambda x: jnp.stack([jnp.sin(x[:, i]) for i in range(3)], axis=1),
+}
+OUT_OF_PLACE = {
+    'a flip': lambda x: x[:, ::-1],
+    'flips of two axes': lambda x: x[::-1][:, ::-1],
+    'a map of what is flipped': lambda x: lax.map(jnp.tanh, x[::-1]),
+    'split elsewhere': lambda x: jnp.concatenate([x, x], 1)[:, 1:4],
+    'stacked in another order': lambda x: jnp.stack([x[:, i] for i in (0, 2, 1)], axis=1),
+}
+
+
+@pytest.mark.parametrize('name', [*IN_PLACE, *OUT_OF_PLACE])
+def test_what_puts_positions_back_is_told_from_what_does_not(name, x64):
+    case = Case({**IN_PLACE, **OUT_OF_PLACE}[name])
+    identity = identity_alignment(case.shape)
+    assert all((outcome == identity) == (name in IN_PLACE) for outcome in case.outcomes())
+
+
 def test_each_primitive_of_the_lists_and_each_rule_is_met_by_a_case(x64):
     for names, table in ((rules._ELEMENTWISE, ELEMENTWISE), (rules._NO_DERIVATIVE, NO_DERIVATIVE)):
         assert names - WITHOUT_FLOATS == set(table)
@@ -793,13 +907,13 @@ TRACKED = {
     'cond': (branches(unstacked, lambda h: h), [{0, 1, 2}, {1, 2}, {0, 2}]),
     'scan': (lambda h: lax.scan(lambda a, _: (unstacked(a), None), h, length=2)[0], ALL),
     'factor per plane': (lambda h: jnp.einsum('bns,s->bns', h, W[0]), OWN),
+    'reverse': (lambda h: h[..., ::-1], OWN[::-1]),
     'set to a constant': (lambda h: h.at[..., 0].set(1.0), OWN),
     'pad high': (lambda h: pad(h, (0, 0, 0), (0, 0, 0), (0, 1, 0)), OWN),
+    'pad low': (lambda h: pad(h, (0, 0, 0), (0, 0, 0), (1, 0, 1)), [{1}, {3}, {5}]),
     # In what follows, planes are not told apart.
     'set to another': (lambda h: h.at[..., 0].set(h[..., 1]), [{0}, {0, 1, 2}, {2}]),
-    'pad low': (lambda h: pad(h, (0, 0, 0), (0, 0, 0), (1, 0, 0)), [{0, 1, 2, 3}] * 3),
     'gather': (lambda h: h[..., np.array([1, 0, 2])], ALL),
-    'reverse': (lambda h: h[..., ::-1], ALL),
     'cumsum': (lambda h: h.cumsum(-1), ALL),
     'product': (lambda h: h @ W, ALL),
 }

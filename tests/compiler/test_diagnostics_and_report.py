@@ -286,7 +286,7 @@ EMITTED = {
     'RELATION_EXCLUDED_WEIGHT_TO_WEIGHT': (
         lambda: Second(lambda x, w: btf.matmul(btf.matmul(x, w), jnp.eye(N))),
         {},
-        WARNING,
+        INFO,
         U,
         (('h',),),
     ),
@@ -327,7 +327,7 @@ EMITTED = {
     'HIDDEN_COUPLING_NOT_TRACED': (
         Coupled,
         {},
-        INFO,
+        WARNING,
         None,
         (('layers', 0, 'h'), ('layers', 1, 'h')),
     ),

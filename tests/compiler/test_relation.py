@@ -540,7 +540,7 @@ class Chained(Second):
         (Unused, DiagnosticKind.WEIGHT_NOT_USED, DiagnosticLevel.INFO),
         (PlainProduct, DiagnosticKind.WEIGHT_WITHOUT_ETP_OP, DiagnosticLevel.WARNING),
         (PlainReadout, DiagnosticKind.WEIGHT_WITHOUT_ETP_OP, DiagnosticLevel.INFO),
-        (Chained, DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT, DiagnosticLevel.WARNING),
+        (Chained, DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT, DiagnosticLevel.INFO),
     ],
 )
 def test_every_weight_without_a_trace_has_one_record_that_says_why(make, kind, level):

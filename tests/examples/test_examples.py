@@ -40,7 +40,7 @@ RUNS = [
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('fast_compilation')
+@pytest.mark.usefixtures('fast_compilation', 'silent')
 @pytest.mark.parametrize(('name', 'algorithm', 'backend'), RUNS)
 def test_example_runs_and_draws(name, algorithm, backend, tmp_path, monkeypatch, capsys):
     picture = tmp_path / 'new_folder' / 'picture.png'
