@@ -27,6 +27,7 @@ def trace_carry(
 
     With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
     """
+
     def new(s: int) -> Any:
         fresh = [] if u[s] is None else [rules.outer_sum(x, u[s])]
         decayed = [

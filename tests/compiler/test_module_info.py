@@ -249,19 +249,19 @@ def test_every_new_hidden_state_has_a_variable_of_its_own():
 class OpIsState(Leaky):
     """The output of an op is a new state, which the other state and the result read."""
 
-    def __init__(self):
-        super().__init__()
-        self.drive = hidden(N)
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.y = hidden(batch_size, N)
 
     def update(self, x):
-        self.drive.value = btf.matmul(x, self.W.value)
-        self.h.value = 0.9 * self.h.value + self.drive.value
-        return self.drive.value
+        self.y.value = self.drive(x)
+        self.h.value = self.leak(self.h.value) + self.y.value
+        return self.y.value
 
 
 def test_whoever_reads_an_op_that_a_state_is_set_to_reads_the_state():
     _, info, _ = extract(OpIsState)
-    new = info.hidden_path_to_outvar[('drive',)]
+    new = info.hidden_path_to_outvar[('y',)]
     (op,) = [eqn for eqn in info.jaxpr.eqns if isinstance(eqn.primitive, btf.ETPPrimitive)]
     (copy,) = [eqn for eqn in info.jaxpr.eqns if op.outvars[0] in eqn.invars]
     assert copy.outvars == [new]
