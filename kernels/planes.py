@@ -44,11 +44,15 @@ def times(a: Plane, b: Plane) -> Plane:
     return None if a is None or b is None else a * b
 
 
-def if_live(live: Any, planes: PyTree) -> PyTree:
-    """Planes that multiply a trace, zero if there is a flag and it is not set."""
+def if_live(live: Any, made: PyTree) -> PyTree:
+    """What was made of a trace, zero if there is a flag and it is not set.
+
+    A choice and no product, because a dead trace may hold anything, and of what was made and not of
+    the trace itself, which would be a pass over it.
+    """
     if live is None:
-        return planes
-    return jax.tree.map(lambda plane: plane * live.astype(plane.dtype), planes)
+        return made
+    return jax.tree.map(lambda a: jnp.where(live, a, jnp.zeros_like(a)), made)
 
 
 def closure(pattern: Sequence[Sequence[bool]]) -> list[list[bool]]:
@@ -171,12 +175,19 @@ def add_trees(parts: Sequence[PyTree]) -> PyTree:
 
 
 def read_trace(
-    rules: Any, signal: Sequence[Plane] | None, trace: Sequence[Any], total: Any = None
+    rules: Any,
+    signal: Sequence[Plane] | None,
+    trace: Sequence[Any],
+    total: Any = None,
+    live: Any = None,
 ) -> PyTree:
-    """``total + sum_q signal[q] . trace[q]``, shaped like the weights; None if there is neither."""
+    """``total + sum_q signal[q] . trace[q]``, shaped like the weights; None if there is neither.
+
+    The trace counts as zero if there is a flag ``live`` and it is not set.
+    """
     pairs = zip(signal or [None] * len(trace), trace, strict=True)
     parts = [rules.contract(p, e) for p, e in pairs if p is not None and e is not None]
-    return add_read(total, add_trees(parts))
+    return add_read(total, if_live(live, add_trees(parts)))
 
 
 def add_read(total: Any, read: Any) -> Any:

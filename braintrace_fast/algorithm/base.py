@@ -28,6 +28,7 @@ from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window
 from ..runtime.planner import Plan, default_budget, parse_bytes, show_bytes
 from . import checkpoint
+from .reference_hooks import refuse_reference_hooks
 from .sequence import (
     USE_RESET,
     EnvironmentChanged,
@@ -113,6 +114,10 @@ class ETraceAlgorithm(SequenceDriverMixin, brainstate.nn.Module):
     name : str, optional
         The name of the learner.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_reference_hooks(cls)
 
     def __init__(
         self,

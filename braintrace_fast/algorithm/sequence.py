@@ -256,7 +256,7 @@ class SequenceDriverMixin:
             totals, (losses, aux) = _in_its_environment(gradient)
             losses = losses.reshape(length)
             if check_finite:
-                _check_finite(losses, totals, _carried(self))
+                _check_finite(losses, totals, self)
         if divides_later:
             totals = jax.tree.map(lambda g: g / scale.astype(g.dtype), totals)
         grads = dict(zip(states, totals, strict=True))
@@ -594,12 +594,14 @@ def _carried(learner: Any) -> list[brainstate.State]:
     return [*learner.graph_executor.states.values(), *learner.own_states]
 
 
-def _check_finite(losses: jax.Array, grads: PyTree, carried: list[brainstate.State]) -> None:
+def _check_finite(losses: jax.Array, grads: PyTree, learner: Any) -> None:
     if isinstance(losses, jax.core.Tracer):
         raise ValueError(
             'check_finite=True needs values, which are not known inside jit or another '
             'transformation. Leave it out there, and check what the transformed function returns.'
         )
+    forgotten = not learner.trace_is_live.value  # then it counts as zeros, whatever it holds
+    carried = [s for s in _carried(learner) if not (forgotten and s is learner.trace)]
     values = [state.value for state in carried]
     parts = {'losses': losses, 'gradients': grads, 'states or traces': values}
     for name, tree in parts.items():

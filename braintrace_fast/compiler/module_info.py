@@ -1,12 +1,14 @@
 """One step of a model as a flat jaxpr, with the tables that tell what each variable is."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
+from brainstate.random import RandomState
 
 from .._compat import (
     Atom,
@@ -18,6 +20,7 @@ from .._compat import (
     build_closed_jaxpr,
     new_var,
     open_jaxpr,
+    rewire,
     struct,
 )
 from .._typing import Path, PyTree
@@ -278,13 +281,10 @@ def extract_module_info(
     def trace(given: EnvironmentValues | None) -> Any:
         step = model if given is None else bind_environment(model)
         args = model_args if given is None else (given, *model_args)
-        stateful = brainstate.transform.StatefulFunction(step, return_only_write=False)
         with _kept_flags(retrieved.values()), _told_to_initialise(model):
-            stateful.make_jaxpr(*args, **model_kwargs)
-        return stateful, args
+            return *_traced(step, args, model_kwargs), args
 
-    (stateful, args), environment = trace_reads(trace, environ_inputs)
-    key = stateful.get_arg_cache_key(*args, **model_kwargs)
+    (stateful, key, args), environment = trace_reads(trace, environ_inputs)
     states = tuple(stateful.get_states_by_cache(key))
     retrieved = _with_external_states(retrieved, states)
     id_to_path = {id(state): path for path, state in retrieved.items()}
@@ -339,6 +339,28 @@ def extract_module_info(
         out_tree=jax.tree.structure(shapes),
         environment=environment,
     )
+
+
+def _traced(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[brainstate.transform.StatefulFunction, Any]:
+    """A traced step and its key in the cache.
+
+    A random state without a seed holds plain numbers until it is first read, and a key from then
+    on. If the step draws from such a state, it is traced once more, for the key.
+    """
+
+    def trace() -> tuple[brainstate.transform.StatefulFunction, Any]:
+        stateful = brainstate.transform.StatefulFunction(step, return_only_write=False)
+        stateful.make_jaxpr(*args, **kwargs)
+        return stateful, stateful.get_arg_cache_key(*args, **kwargs)
+
+    stateful, key = trace()
+    drawn = [s for s in stateful.get_states_by_cache(key) if isinstance(s, RandomState)]
+    unread = [state for state in drawn if isinstance(state._value, np.ndarray)]
+    for state in unread:
+        state.check_if_deleted()  # as every read does
+    return trace() if unread else (stateful, key)
 
 
 @contextmanager
@@ -449,27 +471,41 @@ def _own_equations(
     """Give every new hidden state a variable of its own, defined by an ordinary equation.
 
     A state that is not written, or set to an input, to a literal, to the output of an ETP op or to
-    the same value as another state gets a copy.
+    the same value as another state gets a copy. Whoever reads the output of an op that a state is
+    set to reads the copy, as with any other value that a state is set to.
     """
     jaxpr, consts = open_jaxpr(closed)
+    leaves = [jax.tree.leaves(tree) for tree in state_invars]
+    are_hidden = [hidden for own, hidden in zip(leaves, is_hidden, strict=True) for _ in own]
+    places = [num_out + k for k, hidden in enumerate(are_hidden) if hidden]
+    outvars = list(jaxpr.outvars)
+    eqns = _copied_ops(jaxpr.eqns, [outvars[place] for place in places])
     ordinary = {
-        v for eqn in jaxpr.eqns if not isinstance(eqn.primitive, ETPPrimitive) for v in eqn.outvars
+        v for eqn in eqns if not isinstance(eqn.primitive, ETPPrimitive) for v in eqn.outvars
     }
-    outvars, eqns = list(jaxpr.outvars), list(jaxpr.eqns)
-    position = num_out
-    for tree, hidden in zip(state_invars, is_hidden, strict=True):
-        for _ in jax.tree.leaves(tree):
-            new = outvars[position]
-            if hidden:
-                if isinstance(new, Literal) or new not in ordinary:
-                    eqns.append(_copy_equation(new))
-                    outvars[position] = eqns[-1].outvars[0]
-                else:
-                    ordinary.remove(new)
-            position += 1
+    for place in places:
+        new = outvars[place]
+        if isinstance(new, Literal) or new not in ordinary:
+            outvars[place] = new_var(new.aval)
+            eqns.append(_copy_equation(new, outvars[place]))
+        else:
+            ordinary.remove(new)
     return build_closed_jaxpr(jaxpr.constvars, consts, jaxpr.invars, outvars, eqns)
 
 
-def _copy_equation(atom: Atom) -> JaxprEqn:
+def _copied_ops(eqns: Iterable[JaxprEqn], states: Sequence[Atom]) -> list[JaxprEqn]:
+    """Put a copy between ETP ops whose output is a new state and all who read it."""
+    found: list[JaxprEqn] = []
+    for eqn in eqns:
+        if isinstance(eqn.primitive, ETPPrimitive) and any(v is eqn.outvars[0] for v in states):
+            (state,) = eqn.outvars
+            output = new_var(state.aval)
+            found += [rewire(eqn, eqn.invars, [output]), _copy_equation(output, state)]
+        else:
+            found.append(eqn)
+    return found
+
+
+def _copy_equation(atom: Atom, result: Var) -> JaxprEqn:
     (eqn,) = open_jaxpr(jax.make_jaxpr(lambda x: jnp.array(x, copy=True))(struct(atom)))[0].eqns
-    return eqn.replace(invars=[atom], outvars=[new_var(atom.aval)])
+    return eqn.replace(invars=[atom], outvars=[result])

@@ -63,17 +63,12 @@ class Entry(NamedTuple):
     trace : PyTree
         What an engine carries.
     live : jax.Array
-        A flag; if it is not set, the trace counts as zero, whatever it holds. So it can be dropped
-        without a pass over it. What it holds must be finite all the same. A small trace is zero
-        then.
+        A flag; if it is not set, the trace counts as zero, whatever it holds, NaN included. So it
+        can be dropped without a pass over it. A small trace is zero then.
     """
 
     trace: Any
     live: jax.Array
-
-    def zero_or(self, plane: Plane) -> Plane:
-        """A plane that multiplies the trace, zero if the trace is not live."""
-        return None if plane is None else plane * self.live.astype(plane.dtype)
 
 
 class Signals(NamedTuple):

@@ -202,8 +202,8 @@ class MaterializedEngine:
                     in_trace += map(times, L, factors.f[r][place])
                 else:
                     elsewhere = True
-                    past = map(entry.zero_or, signals_before(factors.D[group.index], L, R))
-                    read = read_trace(bound_rules(relation), list(past), entry.trace[r][place])
+                    past, old = signals_before(factors.D[group.index], L, R), entry.trace[r][place]
+                    read = read_trace(bound_rules(relation), past, old, live=entry.live)
                 total.add_past(r, read)
             if elsewhere:  # otherwise the trace holds all that the op does
                 total.add_present(r, factors, signals.c[r], add(in_trace))
@@ -225,8 +225,8 @@ class MaterializedEngine:
         """Add ``signals[g][q] . e[q]``, for cotangents of the states to which the trace belongs."""
         for r, relation in enumerate(self.relations):
             for place, group in enumerate(relation.hidden_groups):
-                planes = list(map(entry.zero_or, signals[group.index]))
-                read = read_trace(bound_rules(relation), planes, entry.trace[r][place])
+                planes, old = signals[group.index], entry.trace[r][place]
+                read = read_trace(bound_rules(relation), planes, old, live=entry.live)
                 total.add_past(r, read)
 
     def window(

@@ -186,9 +186,7 @@ def _kernel(
     def enter() -> None:
         """Read the old planes, example by example, and decay them."""
         decay, signal = jax.tree.map(load, (refs.decay, refs.signal))
-        if refs.live is not None:
-            live = refs.live[0, 0]
-            decay, signal = jax.tree.map(lambda plane: plane * live, (decay, signal))
+        live = True if refs.live is None else refs.live[0, 0] != 0
         if refs.x is not None and not todo.window:
             columns = load(refs.x).T
             fresh, w = jax.tree.map(load, (refs.fresh, refs.w))
@@ -196,7 +194,7 @@ def _kernel(
         gradient = zero
         for b in range(tile.batch):
             here = slice(b, b + 1)
-            old = {q: ref[b].astype(jnp.float32) for q, ref in refs.trace.items()}
+            old = {q: _if(live, ref[b].astype(jnp.float32)) for q, ref in refs.trace.items()}
             part = add(plane[here] * old[q] for q, plane in signal.items())
             if refs.w is not None and not todo.window:
                 part = add([part, columns[:, here] * w[here]])

@@ -37,7 +37,7 @@ class Operands(NamedTuple):
     keys : array or None
         The key of stochastic rounding per plane, ``(1, S)``; None to round to the nearest.
     live : array or None
-        A number or a flag that the old planes are multiplied by, ``(1, 1)``; None for one.
+        A flag, ``(1, 1)``; if it is not set, the old planes count as zero. None if they never do.
     """
 
     x: Any

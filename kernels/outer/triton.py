@@ -120,11 +120,8 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
     def row(ref: Any, b: Any) -> jax.Array:
         return load(ref.at[b], o < todo.outputs)[None, :]
 
-    def past(ref: Any, b: Any) -> jax.Array:
-        return (
-            row(ref, b) if refs.live is None else row(ref, b) * refs.live[0, 0].astype(jnp.float32)
-        )
-
+    # What is not live is not loaded: a product would keep its NaNs.
+    live = both if refs.live is None else both & refs.live[0, 0]
     multiplied = refs.fresh if refs.w is None else {**refs.fresh, GRADIENT: refs.w}
 
     def step(b: Any, planes: dict[int, Any]) -> dict[int, Any]:
@@ -151,11 +148,11 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
         return lax.fori_loop(0, chunks, chunk, sums)
 
     def example(b: Any, total: Any) -> Any:
-        old = {q: load(ref.at[b], both) for q, ref in refs.trace.items()}
+        old = {q: load(ref.at[b], live) for q, ref in refs.trace.items()}
         for q, ref in refs.signal.items():
-            total = total + past(ref, b) * old[q]
+            total = total + row(ref, b) * old[q]
         planes: dict[int, Any] = {
-            s: add(past(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
+            s: add(row(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
             for s in new
         }
         planes[GRADIENT] = total

@@ -53,7 +53,7 @@ def trace_carry(
         Rounds what is stored in bfloat16 up or down at random, with the right mean: one number for
         each time that a trace is written.
     live : bool array, optional
-        A flag; if it is not set, the old trace counts as zero. What it holds must be finite.
+        A flag; if it is not set, the old trace counts as zero, whatever it holds.
     w : array, optional
         What the loss says of the op's output at each step, counted with what the signal reads.
     total : dict, optional

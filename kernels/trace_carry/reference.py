@@ -27,16 +27,15 @@ def trace_carry(
 
     With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
     """
-    P, signal = if_live(live, (P, signal))
 
     def new(s: int) -> Any:
         fresh = [] if u[s] is None else [rules.outer_sum(x, u[s])]
         decayed = [
-            rules.decay(plane, old)
+            if_live(live, rules.decay(plane, old))
             for plane, old in zip(P[s], trace, strict=True)
             if plane is not None and old is not None
         ]
         return store(add_trees([*fresh, *decayed]), trace, s, seed)
 
     advanced = tuple(None if old is None else new(s) for s, old in enumerate(trace))
-    return advanced, read_trace(rules, signal, trace, total)
+    return advanced, read_trace(rules, signal, trace, total, live)

@@ -27,14 +27,13 @@ def trace_step(
 
     With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
     """
-    D, signal = if_live(live, (D, signal))
-    read = read_trace(rules, signal, trace, total)
+    read = read_trace(rules, signal, trace, total, live)
     done = [read]
     new: list[Any] = [None] * len(trace)
     for s in update_order([[plane is not None for plane in row] for row in D]):
         if trace[s] is not None:
             decayed = [
-                rules.decay(after(plane, done), old)
+                if_live(live, rules.decay(after(plane, done), old))
                 for plane, old in zip(D[s], trace, strict=True)
                 if plane is not None and old is not None
             ]

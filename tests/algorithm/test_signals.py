@@ -13,6 +13,7 @@ from tests.algorithm.learning import (
     ALGORITHMS,
     BATCH,
     STEPS,
+    Learning,
     add_trees,
     at,
     begin,
@@ -183,6 +184,68 @@ def test_without_filter_and_feedback_eprop_is_d_rtrl(x64):
     found = in_windows(learned._replace(learner=learner), 'd_rtrl')
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# Ops whose output is a state
+
+
+class OpIsState(brainstate.nn.Module):
+    """A state that is set to an op's output, or to one times it, and what reads the two."""
+
+    def __init__(self, size, times_one):
+        super().__init__()
+        rng = np.random.default_rng(0)
+        self.times_one = times_one
+        self.W = brainstate.ParamState(jnp.asarray(rng.normal(size=(2 * size, size))))
+        self.drive, self.again, self.v = (
+            brainstate.HiddenState(jnp.asarray(0.1 * rng.normal(size=(BATCH, size))))
+            for _ in range(3)
+        )
+
+    def update(self, x):
+        y = btf.matmul(jnp.concatenate([x, self.drive.value], -1), self.W.value)
+        self.drive.value = self.again.value = y = 1.0 * y if self.times_one else y
+        self.v.value = 0.9 * jnp.tanh(self.v.value) + y + self.again.value**2
+        return y * self.v.value
+
+
+@pytest.mark.parametrize('rule', [*RULES, 'd_rtrl', 'pp_prop'])
+def test_a_state_may_be_the_output_of_an_op(rule, x64):
+    """It is learned like one that is computed from it."""
+    xs = jnp.asarray(np.random.default_rng(1).normal(size=(STEPS, BATCH, 3)))
+
+    def gradients(times_one):
+        made, options = ALGORITHMS[rule]
+        for window in (1, 4):
+            learner = btf.compile(OpIsState(3, times_one), made, xs[0], **options)
+            learned = Learning(learner.model, xs, None, learner, None)
+            yield in_windows(learned, rule, trace_every=window)
+
+    found = list(gradients(times_one=False))
+    for true in gradients(times_one=True):
+        for grads in found:
+            check(grads, true, rtol=1e-12)
+
+
+class Scalar(brainstate.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.ones((1, 1)))
+        self.h = brainstate.HiddenState(jnp.zeros((1, 1)))
+
+    def update(self, x):
+        self.h.value = btf.matmul(x, self.w.value)
+        return self.h.value
+
+
+def test_a_filter_sees_the_past_of_a_state_that_is_the_output_of_an_op():
+    x, signs = jnp.full((1, 1), 2.0), [1.0, -1.0, 1.0]
+    learner = btf.compile(Scalar(), btf.EProp, x, kappa_filter_decay=0.5)
+    found = [
+        brainstate.transform.grad(lambda c=c: c * learner(x)[0, 0], learner.param_states)()
+        for c in signs
+    ]
+    np.testing.assert_allclose([g[('w',)][0, 0] for g in found], [2.0, -3.0, 3.5])
 
 
 # Windows that are differentiated in full

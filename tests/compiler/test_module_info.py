@@ -246,6 +246,29 @@ def test_every_new_hidden_state_has_a_variable_of_its_own():
     assert_trees_close(hiddens, {path: true[path] for path in hiddens})
 
 
+class OpIsState(Leaky):
+    """The output of an op is a new state, which the other state and the result read."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.y = hidden(batch_size, N)
+
+    def update(self, x):
+        self.y.value = self.drive(x)
+        self.h.value = self.leak(self.h.value) + self.y.value
+        return self.y.value
+
+
+def test_whoever_reads_an_op_that_a_state_is_set_to_reads_the_state():
+    _, info, _ = extract(OpIsState)
+    new = info.hidden_path_to_outvar[('y',)]
+    (op,) = [eqn for eqn in info.jaxpr.eqns if isinstance(eqn.primitive, btf.ETPPrimitive)]
+    (copy,) = [eqn for eqn in info.jaxpr.eqns if op.outvars[0] in eqn.invars]
+    assert copy.outvars == [new]
+    assert any(new in eqn.invars for eqn in info.jaxpr.eqns)
+    assert info.jaxpr.outvars[0] is new
+
+
 def test_a_state_that_is_only_read_is_carried_with_a_record():
     with diagnostic_context() as records:
         model, info, (x,) = extract(ReadOnly)
@@ -266,6 +289,35 @@ def test_a_random_state_is_carried():
     assert isinstance(info.state_of(path), brainstate.random.RandomState)
     old = info.state_of(path).value
     assert not np.array_equal(numbers(new), numbers(old))
+
+
+RANDOM = brainstate.random.RandomState(0)
+
+
+class Unseeded(Leaky):
+    """Draws from generators of three owners: brainstate, the model, and nobody it knows of."""
+
+    def __init__(self):
+        super().__init__()
+        self.random = brainstate.random.RandomState()
+
+    def leak(self, h):
+        sources = brainstate.random, self.random, RANDOM
+        return 0.8 * h + sum(source.normal(size=h.shape) for source in sources)
+
+
+def test_a_random_state_may_be_unread_when_the_step_is_compiled():
+    RANDOM.seed()
+    brainstate.random.seed()  # as in a process where nothing drew before
+    model, info, (x,) = extract(Unseeded)
+    states = brainstate.random.DEFAULT, model.random, RANDOM
+    keys = [numbers(state.value) for state in states]
+    out, *_ = info.jaxpr_call(x)
+    assert all(np.array_equal(numbers(s.value), k) for s, k in zip(states, keys, strict=True))
+    assert_close(model(x), out)
+    for state in states:
+        state.seed()
+    info.jaxpr_call(x)
 
 
 class Outside(Leaky):

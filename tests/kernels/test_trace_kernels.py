@@ -134,11 +134,14 @@ def test_only_what_is_there_is_computed(op, backend):
 def test_a_trace_that_is_not_live_counts_as_zero(op, backend, live):
     x, D, f, trace, signal = given(op, 2, (9,), 3, 4, bias=True)
     run = call(op, backend, rules_of(True), interpret=True)
-    found = jax.jit(run)(x, D, f, trace, signal, live=jnp.asarray(live))
+    plain = call(op, 'reference', rules_of(True))
     old = trace if live else jax.tree.map(jnp.zeros_like, trace)
-    for plain in (call(op, 'reference', rules_of(True)), run):
-        wanted = plain(x, D, f, old, signal)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
+    wanted = plain(x, D, f, old, signal)
+    for held in (1.0,) if live else (1.0, np.nan, np.inf):
+        given_trace = jax.tree.map(lambda e, held=held: e.at[0].multiply(held), trace)
+        for function in (run, plain):
+            found = jax.jit(function)(x, D, f, given_trace, signal, live=jnp.asarray(live))
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
 
 
 @BACKENDS

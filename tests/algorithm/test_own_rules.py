@@ -1,0 +1,59 @@
+"""Learning rules of the user's own: which hooks they may override, and which are refused."""
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace_fast as btf
+from braintrace_fast.algorithm.reference_hooks import REPLACEMENTS
+from braintrace_fast.errors import NotSupportedError
+
+BASES = (
+    btf.ETraceAlgorithm,
+    btf.ETraceVjpAlgorithm,
+    btf.ParamDimVjpAlgorithm,
+    btf.IODimVjpAlgorithm,
+    btf.EProp,
+    btf.ThreeFactor,
+)
+
+
+@pytest.mark.parametrize('hook', REPLACEMENTS)
+@pytest.mark.parametrize('base', BASES, ids=lambda base: base.__name__)
+def test_hooks_that_nothing_calls_are_refused_when_the_class_is_made(base, hook):
+    with pytest.raises(NotSupportedError, match=f'Mine overrides(.|\n)*{hook}; override here: '):
+        type('Mine', (base,), {hook: lambda self, *args: None})
+
+
+def test_hooks_of_a_mixin_are_refused():
+    class Mixin:
+        def _solve_weight_gradients(self, *args):
+            return {}
+
+    with pytest.raises(NotSupportedError, match='_solve_weight_gradients'):
+        type('Mine', (Mixin, btf.D_RTRL), {})
+
+
+def test_what_is_named_for_a_hook_exists():
+    names = {text.split(',')[0].split(';')[0] for text in REPLACEMENTS.values()}
+    assert all(hasattr(btf.ETraceVjpAlgorithm, name) for name in names - {'nothing'})
+
+
+def test_a_rule_may_replace_the_signals():
+    class Doubled(btf.D_RTRL):
+        def learning_signals(self, factors, signals, modulator):
+            return jax.tree.map(lambda a: 2 * a, signals)
+
+    def gradient(rule):
+        brainstate.random.seed(0)
+        learner = btf.compile(btf.nn.ValinaRNNCell(3, 4, activation='tanh'), rule, jnp.ones(3))
+        return learner.etrace_grad(
+            jnp.ones((5, 3)), step_fn=lambda x: jnp.sum(learner(x)), reduction='sum'
+        )
+
+    found, plain = gradient(Doubled), gradient(btf.D_RTRL)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, 2 * b, rtol=1e-6)
+        assert np.any(b)
