@@ -26,6 +26,7 @@ def trace_step(
     """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
 
     With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
+    ``D`` is chosen by ``live`` too, so that it is no constant: ``after`` must not be foreseen.
     """
     read = read_trace(rules, signal, trace, total, live)
     done = [read]
@@ -33,7 +34,7 @@ def trace_step(
     for s in update_order([[plane is not None for plane in row] for row in D]):
         if trace[s] is not None:
             decayed = [
-                if_live(live, rules.decay(after(plane, done), old))
+                if_live(live, rules.decay(after(if_live(live, plane), done), old))
                 for plane, old in zip(D[s], trace, strict=True)
                 if plane is not None and old is not None
             ]
