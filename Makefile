@@ -3,6 +3,7 @@
 WORKERS ?= 2
 MARKS ?= not slow
 ARGS ?=
+SECONDS ?= 60
 
 comma := ,
 
@@ -14,7 +15,7 @@ find-python = $(shell \
 			print(sys.executable)' 2>/dev/null && break; \
 	done)
 
-.PHONY: help demo bench bench-quick bench-gate bench-work bench-record test test-slow test-matrix accelerators lint format types wheel clean
+.PHONY: help demo bench bench-quick bench-gate bench-work bench-record test test-slow test-matrix fuzz accelerators lint format types wheel clean
 .PRECIOUS: .venv/%/.ready
 
 help: ## list the targets
@@ -80,6 +81,10 @@ test-slow: ## run the rest of the suite, which repeats slowly what `make test` d
 test-%: .venv/%/.ready
 	@echo "==> test: pytest in .venv/$* on $(WORKERS) workers, tests that are $(MARKS)"
 	@JAX_PLATFORMS=cpu .venv/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" $(ARGS)
+
+fuzz: .venv/py311/.ready ## hold random programs against an oracle (SECONDS=600; SEED=n repeats one)
+	@echo "==> fuzz: python -m tests.fuzz in .venv/py311, for $(SECONDS) s"
+	@JAX_PLATFORMS=cpu .venv/py311/bin/python -m tests.fuzz $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 accelerators: .venv/accelerators/.ready ## compile every kernel for GPUs and TPUs, of which none is needed
 	@echo "==> accelerators: python -m accelerators in .venv/accelerators"

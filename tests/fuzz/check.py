@@ -126,6 +126,7 @@ def _learn(program: Any, case: dict) -> Any:
                 learner.reset_state()
             way = _by_steps if case['way'] == 'steps' else _around_a_loop
             ones = jnp.ones(length) if mask is None else mask
+            sequences = (*sequences[:3], sequences[3] * ones)  # a modulator is weighed alike
             grads, values, aux = way(loss, weights, sequences, ones)
         total = grads if total is None else jax.tree.map(jnp.add, total, grads)
         losses.append(values)

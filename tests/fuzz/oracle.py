@@ -41,6 +41,7 @@ def load(text: str, path: str) -> types.ModuleType:
 
 
 class Factors(NamedTuple):
+    reaches: Any
     ell: Any
     D: Any
     L: Any
@@ -85,13 +86,11 @@ class Oracle:
         jax.eval_shape(self._run, self._present())
         self.shapes = [y.shape for y in self.ys]
         self._own, self._columns = self._positions(groups)
-        compiled = jax.jit(self._factors)
-        beside = np.ones(len(self.shapes), bool)
-        reached = jax.jit(self._reaches)
-        self.steps = self._trajectory()
-        for step in self.steps:
-            beside &= ~np.asarray(reached(step))
-        self.factors = [jax.tree.map(np.asarray, compiled(s, 1.0 * beside)) for s in self.steps]
+        self._compiled = jax.jit(self._factors)
+        beside = np.ones(len(self.shapes))
+        for factors in self._trajectory(beside):  # an op that reaches a state does so in some step
+            beside *= ~np.asarray(factors.reaches)
+        self.factors = self._trajectory(beside)
         self._pull = jax.jit(self._pulled)
         self._chunk = jax.jit(jax.grad(self._chunk_loss, argnums=(0, 1)))
 
@@ -151,27 +150,32 @@ class Oracle:
                     state.restore_value(value)
         return loss, new, others
 
-    def _present(self, t: int = 0) -> Step:
+    def _slices(self, t: int) -> Any:
+        return tuple(a[t] for a in self.program.sequences())
+
+    def _present(self) -> Step:
         return Step(
             [state.value for state in self.params.values()],
             [u.get_mantissa(state.value) for state in self.hidden.values()],
             [state.value for state in self.others],
-            tuple(a[t] for a in self.program.sequences()),
+            self._slices(0),
         )
 
-    def _trajectory(self) -> list[Step]:
+    def _trajectory(self, beside: Any) -> list['Factors']:
+        """The factors of all steps; steps, losses, outputs and the last states are kept."""
         brainstate.random.seed(0)
-        run, steps = jax.jit(self._run), [self._present()]
-        self.losses, self.outs = [], []
-        length = len(self.program.sequences()[0])
-        for t in range(length):
-            (loss, aux), hidden, others = run(steps[-1])
+        self.steps, self.losses, self.outs, found = [], [], [], []
+        step = self._present()
+        for t in range(len(self.program.sequences()[0])):
+            step = step._replace(slices=self._slices(t))
+            (loss, aux), hidden, others, factors = self._compiled(step, beside)
+            self.steps.append(step)
             self.losses.append(loss)
             self.outs.append(aux['out'])
-            new = self._present(min(t + 1, length - 1))
-            steps.append(new._replace(hidden=hidden, others=others))
-        self.last = steps.pop().hidden
-        return steps
+            found.append(jax.tree.map(np.asarray, factors))
+            step = step._replace(hidden=hidden, others=others)
+        self.last = step.hidden
+        return found
 
     # Factors
 
@@ -198,13 +202,7 @@ class Oracle:
             columns.append(match)
         return own, columns
 
-    def _reaches(self, step: Step) -> Any:
-        """Which ops reach a new state, be it by way of other ops."""
-        zeros = [jnp.zeros(shape) for shape in self.shapes]
-        jacobians = jax.jacrev(lambda a: _flat(self._run(step, added=a)[1]))(zeros)
-        return jnp.asarray([jnp.any(jac != 0) for jac in jacobians])
-
-    def _factors(self, step: Step, beside: Any) -> Factors:
+    def _factors(self, step: Step, beside: Any) -> tuple[Any, Any, Any, Factors]:
         zeros = [jnp.zeros(shape) for shape in self.shapes]
         cut = jnp.zeros(len(zeros))
 
@@ -226,9 +224,11 @@ class Oracle:
         past = jax.grad(lambda old: loss(old=old, follow=beside, stop_new=True))(step.hidden)
         seen = _flat(jax.grad(lambda e: loss(exits=e))(none))
         J = jax.jacrev(outputs)(step.params)
-        self._run(step)
+        reached = jax.jacrev(lambda a: _flat(self._run(step, added=a)[1]))(zeros)
+        results = self._run(step)
         xs = self.xs
-        return Factors(
+        factors = Factors(
+            reaches=jnp.asarray([jnp.any(jac != 0) for jac in reached]),
             ell=_flat(jax.grad(loss)(step.params)),
             D=A * self._own,
             L=jnp.linalg.solve((P * self._own).T, seen),
@@ -238,6 +238,7 @@ class Oracle:
             J=[_rows(jac, y.size) for jac, y in zip(J, zeros, strict=True)],
             x=xs,
         )
+        return *results, factors
 
     def _pulled(self, step: Step, inputs: Any, cotangents: Any) -> Any:
         """Cotangents of the ops' outputs pulled back to the parameters, for other inputs."""
