@@ -33,8 +33,11 @@ def failures(path: str) -> list[str]:
         program = load(text, path)
         with program.environment(0.0):
             oracle = Oracle(text, path)
-            return [f'{case}\n{wrong}' for case in program.CASES
-                    if (wrong := _wrong(program, oracle, case, text, path))]
+            return [
+                f'{case}\n{wrong}'
+                for case in program.CASES
+                if (wrong := _wrong(program, oracle, case, text, path))
+            ]
 
 
 def _wrong(program: Any, oracle: Oracle, case: dict, text: str, path: str) -> str:
@@ -51,13 +54,15 @@ def _wrong(program: Any, oracle: Oracle, case: dict, text: str, path: str) -> st
     if scale == 0 or not np.isfinite(scale):
         raise Vacuous(f'the largest gradient is {scale}')
     lines = []
-    for (key, g), value in zip(true.items(), values, strict=True):
+    for key, value in zip(true, values, strict=True):
         found = np.zeros(value.shape)
         if key in grads:
             found = np.concatenate([np.ravel(leaf) for leaf in _leaves(grads[key])])
         error = np.abs(found - value).max() / scale
         if not error < TOLERANCE:
-            lines.append(f'gradient of {key}: {error:.2e} off\nfound {found[:6]}\ntrue  {value[:6]}')
+            lines.append(
+                f'gradient of {key}: {error:.2e} off\nfound {found[:6]}\ntrue  {value[:6]}'
+            )
     pairs = {
         'losses': (losses, oracle.losses[:length]),
         'outputs': (outs, oracle.outs[:length]),
@@ -79,9 +84,7 @@ def _leaves(tree: Any) -> list[Any]:
 def _learn(program: Any, case: dict) -> Any:
     net, outside = program.make()
     xs, targets, ks = program.sequences()
-    learner: Any = bt.compile(
-        net, case['rule'], xs[0], batch_size=program.BATCH, **case['options']
-    )
+    learner: Any = bt.compile(net, case['rule'], xs[0], batch_size=program.BATCH, **case['options'])
     weights = {**learner.param_states, **{(name,): state for name, state in outside.items()}}
     has_modulator = case['rule'] == 'three_factor'
 

@@ -285,8 +285,11 @@ class Oracle:
                 now_only = F.ell + F.L @ past
                 total = total + mask[t] * (now_only + (kappa * F.L + F.R) @ ebar)
             elif rule == 'three_factor':
-                direct = [c @ J for c, J, is_traced in zip(F.c, F.J, self._traced(), strict=True)
-                          if is_traced]
+                direct = [
+                    c @ J
+                    for c, J, is_traced in zip(F.c, F.J, self._traced(), strict=True)
+                    if is_traced
+                ]
                 m = float(self.modulators[t])
                 total = total + mask[t] * (F.ell - sum(direct) + m * (past + now).sum(0))
             else:
@@ -314,7 +317,9 @@ class _Sides:
         self.steps = 0
 
     def advance(self, F: Factors) -> None:
-        self.x = [None if x is None else self.a_x * old + x for old, x in zip(self.x, F.x)]
+        self.x = [
+            None if x is None else self.a_x * old + x for old, x in zip(self.x, F.x, strict=True)
+        ]
         self.f = [
             self.a_f * F.D @ old + (1 - self.a_f) * f for old, f in zip(self.f, F.f, strict=True)
         ]
@@ -373,6 +378,10 @@ def _plain_control_flow() -> types.SimpleNamespace:
         return value
 
     return types.SimpleNamespace(
-        cond=cond, switch=switch, scan=scan, fori_loop=fori_loop, while_loop=while_loop,
+        cond=cond,
+        switch=switch,
+        scan=scan,
+        fori_loop=fori_loop,
+        while_loop=while_loop,
         stop_gradient=lax.stop_gradient,
     )

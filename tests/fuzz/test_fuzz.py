@@ -44,6 +44,5 @@ def test_a_broken_gradient_is_found_and_printed_as_a_program(tmp_path, monkeypat
     pasted = tmp_path / 'pasted.py'
     pasted.write_text(failure[failure.index('"""Seed') :])
     assert pasted.read_text() == program(PLAIN, features=())
-    assert 'gradient of' in shown(pasted)
     monkeypatch.undo()
     assert 'All ways of learning agree' in shown(pasted)
