@@ -301,6 +301,15 @@ class Oracle:
         flat, unravel = ravel_pytree(values)
         return dict(zip(self.params, unravel(jnp.asarray(total)), strict=True))
 
+    @property
+    def past_matters(self) -> bool:
+        """Whether a gradient comes from traces, and all are finite."""
+        case = dict(pieces=[len(self.steps)], mask=None, rule='d_rtrl', options={}, way='steps')
+        total = jax.tree.leaves(self.gradient(case | dict(trace='carry')))
+        now = sum(F.ell for F in self.factors)
+        past = np.concatenate([np.ravel(g) for g in total]) - now
+        return bool(np.isfinite(past).all() and np.abs(past).max() > 1e-6 * np.abs(now).max())
+
     modulators = np.array([0.7, -1.1, 0.4, 1.3, -0.6])
 
     def _traced(self) -> list[bool]:

@@ -138,62 +138,72 @@ class _Layer:
         self.atoms = ['below'] if same else []  # values of the layer's shape
         self.parts = [('x', N_IN), ('below', width)]  # what ops may read
         self.numbers: list[str] = []
-        self.plain: str = ''
+        self.planes: list[str] = []  # plain hidden states, for the loss to read
 
     def text(self) -> str:
+        rng = self.rng
         self._reads()
-        planes = self.rng.choice([1, 1, 2, 2, 3, 4])
-        grouped = 'states' in self.on and self.rng.random() < 0.4
-        units = ['u.mV' if 'units' in self.on and self.rng.random() < 0.5 else '' for _ in 'abcd']
-        if grouped:
-            self.states.append(
-                f'self.h = brainstate.HiddenGroupState('
-                f'start(1{self.index}9, batch_size, {self.n}, {planes}))'
-            )
-        for s in range(planes):
-            if grouped:
-                self.body.append(f'h{s} = self.h.value[..., {s}]')
-            else:
-                value = f'start(1{self.index}{s}, batch_size, {self.n})'
-                unit = f' * {units[s]}' * bool(units[s])
-                self.states.append(f'self.h{s} = brainstate.HiddenState({value}{unit})')
-                self.body.append(f'h{s} = self.h{s}.value' + f' / {units[s]}' * bool(units[s]))
-        self.atoms += [f'h{s}' for s in range(planes)]
-        self.parts += [(f'h{s}', self.n) for s in range(planes)]
-        for _ in range(self.rng.choice([1, 1, 2])):
+        count, self.grouped = (
+            rng.choice([1, 1, 2, 2, 3, 4]),
+            'states' in self.on and rng.random() < 0.4,
+        )
+        has_unit = [
+            not self.grouped and 'units' in self.on and rng.random() < 0.5 for _ in range(count)
+        ]
+        self.units = ['u.mV' if has else '' for has in has_unit]
+        self._states(count)
+        for _ in range(rng.choice([1, 1, 2])):
             self._op()
-        for s in range(planes):
-            new, leak = ('p' if grouped else 'new_h') + str(s), self.rng.choice([0.9, 0.5, -0.7])
-            base = f'{leak} * h{s} + ' if self.rng.random() < 0.8 else ''
-            drive = (
-                f'y{self.rng.randrange(self.ops)} + ' if s == 0 or self.rng.random() < 0.4 else ''
-            )
-            if not grouped and self.rng.random() < 0.15:  # stored twice: the last one counts
-                unit = f' * {units[s]}' * bool(units[s])
-                self.body.append(f'self.h{s}.value = {self._expression(1)}{unit}')
-            self.body.append(f'{new} = {base}{drive}{self._expression(2)}')
-            self.atoms.append(new)
-            if self.rng.random() < 0.2:
-                self.parts.append((new, self.n))
-                self._op()
-            if not grouped and (self.rng.random() < 0.5 or units[s]):
-                self.body.append(f'self.h{s}.value = {new}' + f' * {units[s]}' * bool(units[s]))
-        if grouped:
-            self.body.append(
-                f'new_h = jnp.stack([{", ".join(f"p{s}" for s in range(planes))}], -1)'
-            )
+        later = [s for s in range(count) if not self._new_plane(s)]
+        if self.grouped:
+            self.body.append(f'new_h = jnp.stack([{", ".join(f"p{s}" for s in later)}], -1)')
             self.body.append('self.h.value = new_h')
-            self.atoms.append(f'new_h[..., {planes - 1}]')
+            self.atoms.append(f'new_h[..., {count - 1}]')
         else:
-            stored = '\n'.join(self.body)
-            self.body += [
-                f'self.h{s}.value = new_h{s}'
-                for s in range(planes)
-                if f'self.h{s}.value = new_h{s}' not in stored
-            ]
+            self.body += [self._store(s) for s in later]
         self.body.append(f'return {self._expression(1)} + {self.atoms[-1]}')
-        self.planes = [f'h{s}' for s in range(planes) if not grouped and not units[s]]
         return self._class()
+
+    def _states(self, count: int) -> None:
+        """Make the hidden states, and read them."""
+        for s, unit in enumerate(self.units):
+            if self.grouped:
+                self.body.append(f'h{s} = self.h.value[..., {s}]')
+                continue
+            value = f'start(1{self.index}{s}, batch_size, {self.n})' + f' * {unit}' * bool(unit)
+            self.states.append(f'self.h{s} = brainstate.HiddenState({value})')
+            self.body.append(f'h{s} = self.h{s}.value' + f' / {unit}' * bool(unit))
+            if not unit:
+                self.planes.append(f'h{s}')
+        if self.grouped:
+            value = f'start(1{self.index}9, batch_size, {self.n}, {count})'
+            self.states.append(f'self.h = brainstate.HiddenGroupState({value})')
+        self.atoms += [f'h{s}' for s in range(count)]
+        self.parts += [(f'h{s}', self.n) for s in range(count)]
+
+    def _new_plane(self, s: int) -> bool:
+        """Compute a new state, or plane of one; whether it is stored."""
+        rng, new = self.rng, ('p' if self.grouped else 'new_h') + str(s)
+        terms = [f'{rng.choice([0.9, 0.5, -0.7])} * h{s}'] if rng.random() < 0.8 else []
+        if s == 0 or rng.random() < 0.4:
+            terms.append(f'y{rng.randrange(self.ops)}')
+        if rng.random() < 0.9 or not terms:
+            terms.append(self._expression(2))
+        if not self.grouped and rng.random() < 0.15:  # stored twice: the last one counts
+            self.body.append(self._store(s, self._expression(1)))
+        self.body.append(f'{new} = {" + ".join(terms)}')
+        self.atoms.append(new)
+        if rng.random() < 0.2:
+            self.parts.append((new, self.n))
+            self._op()
+        is_stored = not self.grouped and rng.random() < 0.5
+        if is_stored:
+            self.body.append(self._store(s))
+        return is_stored
+
+    def _store(self, s: int, value: str = '') -> str:
+        unit = f' * {self.units[s]}' * bool(self.units[s])
+        return f'self.h{s}.value = ({value or f"new_h{s}"}){unit}'
 
     def _reads(self) -> None:
         """What a step reads besides its input and hidden states."""
@@ -402,6 +412,7 @@ def _cases(rng: random.Random, on: Collection[str], text: str) -> list[dict]:
     others = [
         dict(rule='pp_prop', options=dict(decay_or_rank=(0.8, 0.9))),
         dict(rule='eprop', options=dict(kappa_filter_decay=0.6)),
+        dict(rule='eprop', options=dict(kappa_filter_decay=0.3, feedback='random')),
         dict(rule='three_factor', options={}),
     ]
     multi = 'environ' not in on and 'while_loop' not in text and 'jnp.sin(net.' not in text
