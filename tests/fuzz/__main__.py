@@ -36,4 +36,5 @@ def main() -> int:
     return bool(result.failures)
 
 
-sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())
