@@ -161,7 +161,12 @@ class _Layer:
             self.atoms.append(f'new_h[..., {count - 1}]')
         else:
             self.body += [self._store(s) for s in later]
-        self.body.append(f'return {self._expression(1)} + {self.atoms[-1]}')
+        seen = [self.atoms[-1]]
+        if rng.random() < 0.7:  # else some states may not matter
+            seen = [
+                'p' * self.grouped + 'new_h' * (not self.grouped) + str(s) for s in range(count)
+            ]
+        self.body.append(f'return {" + ".join([self._expression(1), *seen])}')
         return self._class()
 
     def _states(self, count: int) -> None:
@@ -291,12 +296,15 @@ class _Layer:
         return weight
 
     def _processed(self, weight: str) -> str:
-        if 'processing' not in self.on:
+        rng = self.rng
+        if 'processing' not in self.on or rng.random() < 0.3:
             return weight
         choices = [*PROCESSING, *(f'{number} * {{}}' for number in self.numbers)]
-        if 'noise' in self.on:
-            choices.append('{0} * (self.rng.uniform(size={0}.shape) < 0.7)')
-        return self.rng.choice(choices).format(weight) if self.rng.random() < 0.7 else weight
+        if 'noise' in self.on:  # drawn outside of JAX's own transformations, which states dislike
+            keep = f'keep{len(self.body)}'
+            self.body.append(f'{keep} = self.rng.uniform(size={weight}.shape) < 0.7')
+            choices += [f'{keep} * {{}}'] * 3
+        return rng.choice(choices).format(weight)
 
     def _expression(self, depth: int) -> str:
         rng = self.rng
