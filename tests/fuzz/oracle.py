@@ -382,7 +382,7 @@ def _plain_control_flow() -> types.SimpleNamespace:
         return value
 
     def while_loop(going_on, body, value):
-        for _ in range(12):
+        for _ in range(12):  # more than any loop of the grammar takes
             value = cond(going_on(value), body, lambda v: v, value)
         return value
 
