@@ -21,6 +21,18 @@ from ..runtime.planner import Plan, parse_bytes, plan_windows, tree_bytes
 __all__ = ['Recorder', 'SequenceDriverMixin', 'Windows']
 
 
+USE_RESET = (
+    'The trace would not know of it. To start anew, as at the end of an episode, call the learner '
+    "with flags, learner(x, reset=done); any other change belongs in the model's update, which "
+    'can take what it needs as an input.'
+)
+USE_OWN_LOOP = (
+    'Weights are fixed within a call of etrace_grad or etrace_evolve. Update them after it, or in '
+    'every step of a loop of your own around brainstate.transform.grad (see "Updating weights in '
+    'every step" in the README).'
+)
+
+
 class Recorder:
     """Collects the factors of one step while a window is recorded.
 
@@ -78,18 +90,6 @@ class Watched:
             before, now = jax.tree.leaves(value), jax.tree.leaves(state.value)
             if len(before) != len(now) or any(a is not b for a, b in zip(before, now, strict=True)):
                 raise NotSupportedError(f'step_fn writes {name}. {advice}')
-
-
-USE_RESET = (
-    'The trace would not know of it. To start anew, as at the end of an episode, call the learner '
-    "with flags, learner(x, reset=done); any other change belongs into the model's update, which "
-    'can take what it needs as an input.'
-)
-USE_OWN_LOOP = (
-    'Weights are fixed within a call of etrace_grad or etrace_evolve. Update them after it, or in '
-    'every step of a loop of your own around brainstate.transform.grad (see "Updating weights in '
-    'every step" in the README).'
-)
 
 
 class Windows(NamedTuple):
