@@ -576,3 +576,52 @@ def flat(tree: Any) -> np.ndarray:
 def relative_error(found: Any, true: Any) -> float:
     found, true = flat(found), flat(true)
     return float(np.linalg.norm(found - true) / np.linalg.norm(true))
+
+
+class Gained(brainstate.nn.Module):
+    """A leaky sum of inputs, amplified by what the environment says."""
+
+    def __init__(self, lib):
+        super().__init__()
+        self.lib = lib
+        self.w = brainstate.ParamState(jnp.eye(2))
+        self.h = brainstate.HiddenState(jnp.zeros(2))
+
+    def update(self, x):
+        gain = brainstate.environ.get('gain', 1.0)
+        self.h.value = 0.5 * self.h.value + gain * self.lib.matmul(x, self.w.value)
+        return self.h.value
+
+
+def gained(lib: ModuleType) -> Any:
+    learner = lib.D_RTRL(Gained(lib))
+    learner.compile_graph(jnp.ones(2))
+    return learner
+
+
+def test_the_environment_is_followed(reference):
+    ours, theirs = gained(btf), gained(reference)
+    with brainstate.environ.context(gain=3.0):
+        np.testing.assert_array_equal(theirs(jnp.ones(2)), jnp.ones(2))
+        np.testing.assert_array_equal(ours(jnp.ones(2)), 3 * jnp.ones(2))
+
+
+def test_a_state_that_step_fn_writes_is_known_to_the_trace(reference):
+    """Two episodes of one step: each has the gradient 1."""
+    done = jnp.asarray([0.0, 1.0])
+
+    def writing(learner):
+        def step(x, done):
+            learner.model.h.value = (1 - done) * learner.model.h.value
+            return learner(x).sum()
+
+        return step
+
+    ours, theirs = gained(btf), gained(reference)
+    xs, options = jnp.ones((2, 2)), {'reduction': 'sum'}
+    found = theirs.etrace_grad(xs, done, step_fn=writing(theirs), **options)
+    np.testing.assert_array_equal(found['w',], jnp.full((2, 2), 2.5))
+    with pytest.raises(btf.NotSupportedError, match='reset=done'):
+        ours.etrace_grad(xs, done, step_fn=writing(ours), **options)
+    found = ours.etrace_grad(xs, done, step_fn=lambda x, d: ours(x, reset=d).sum(), **options)
+    np.testing.assert_array_equal(found['w',], jnp.full((2, 2), 2.0))

@@ -11,7 +11,7 @@ import braintrace_fast as btf
 from tests.compiler.checks import build, draw, param
 from tests.models import MODELS, N_IN, Leaky, N, Normalised, PlainLeak, Pooled
 
-WARNED = {'plain_leak', 'lateral', 'pooled', 'layer_norm'}
+WARNED = ('plain_leak', 'lateral', 'pooled', 'layer_norm')
 """Models of the table that are examples of what is not traced."""
 CELLS = {
     'ValinaRNNCell': lambda: btf.nn.ValinaRNNCell(N_IN, N),
