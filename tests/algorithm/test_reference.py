@@ -612,7 +612,8 @@ def test_a_state_that_step_fn_writes_is_known_to_the_trace(reference):
 
     def writing(learner):
         def step(x, done):
-            learner.model.h.value = (1 - done) * learner.model.h.value
+            (state,) = learner.hidden_states.values()
+            state.value = (1 - done) * state.value
             return learner(x).sum()
 
         return step
