@@ -199,6 +199,8 @@ class _Layer:
             terms.append(f'y{rng.randrange(self.ops)}')
         if rng.random() < 0.9 or not terms:
             terms.append(self._expression(2))
+        if len(terms) == 1 and terms[0] in self.atoms and not (s == 0 and terms[0].startswith('y')):
+            terms = [f'1.0 * {terms[0]}']  # one variable for two states cannot be told apart
         if not self.grouped and rng.random() < 0.15:  # stored twice: the last one counts
             self.body.append(self._store(s, self._expression(1)))
         self.body.append(f'{new} = {" + ".join(terms)}')
@@ -381,7 +383,7 @@ class _Grammar:
             body = ['out = run(x)']
         readout = rng.choice(['out @ {}', 'matmul(jnp.tanh(out), {})']) if outside else 'out'
         body.append('z = ' + readout.format("outside['readout'].value"))
-        losses = ['jnp.sum((z - target[..., :1]) ** 2)', 'jnp.sum(jnp.tanh(z) * target[..., :1])']
+        losses = ['jnp.sum((z - target[..., :1]) ** 2)', 'jnp.sum(jnp.sin(z) * target[..., :1])']
         body.append(f'value = {rng.choice(losses)}')
         if first and rng.random() < 0.4:
             body.append(f'value = value + 0.3 * jnp.sum(jnp.sin({rng.choice(first)}))')
