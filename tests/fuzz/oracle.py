@@ -14,6 +14,7 @@ hidden states are one vector of ``M`` numbers, all parameters one of ``W``; per 
 Nothing of the library runs here, nor any reading of jaxprs.
 """
 
+import ast
 import contextlib
 import itertools
 import math
@@ -63,6 +64,7 @@ class Oracle:
     """The factors of all steps of a program, and gradients of learning rules from them."""
 
     def __init__(self, text: str, path: str, groups: Any = None) -> None:
+        text = ast.unparse(ast.parse(text))  # a statement per line, no comments
         written = re.sub(r'(?m)^( +new_(\w+) = )(.*)$', r'\1written(self.\2, \3)', text)
         self.program = load(written, path)
         self.program.__dict__.update(

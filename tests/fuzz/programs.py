@@ -130,14 +130,17 @@ OPS_IN_CONTROL = [
     'jnp.asarray([0.3, 0.7]))[0]',
     'lax.fori_loop(0, 2, lambda i, a: 0.8 * a + jnp.tanh((lambda v: {op})({x})), {a})',
 ]
+OPS_IN_CHAINS = [
+    'lax.fori_loop(0, 2, lambda i, v: 0.5 * v + jnp.tanh({op}), {x})',
+    'lax.scan(lambda v, k: (jnp.tanh({op}) - k * v, None), {x}, jnp.asarray([0.3, 0.7]))[0]',
+]
 
 
 class _Layer:
     """The lines of one layer's class."""
 
     def __init__(self, grammar: '_Grammar', index: int, n: int, width: int, same: bool) -> None:
-        self.g, self.rng, self.on = grammar, grammar.rng, grammar.on
-        self.index, self.n, self.width = index, n, width
+        self.rng, self.on, self.index, self.n = grammar.rng, grammar.on, index, n
         self.init: list[str] = ['super().__init__()']
         self.states: list[str] = []
         self.body: list[str] = []
@@ -150,14 +153,11 @@ class _Layer:
     def text(self) -> str:
         rng = self.rng
         self._reads()
-        count, self.grouped = (
-            rng.choice([1, 1, 2, 2, 3, 4]),
-            'states' in self.on and rng.random() < 0.4,
-        )
-        has_unit = [
-            not self.grouped and 'units' in self.on and rng.random() < 0.5 for _ in range(count)
-        ]
-        self.units = ['u.mV' if has else '' for has in has_unit]
+        count = rng.choice([1, 1, 2, 2, 3, 4])
+        self.grouped = 'states' in self.on and rng.random() < 0.4
+        self.new = 'p' if self.grouped else 'new_h'
+        units = ['', 'u.mV'] if 'units' in self.on and not self.grouped else ['']
+        self.units = [rng.choice(units) for _ in range(count)]
         self._states(count)
         for _ in range(rng.choice([1, 1, 2])):
             self._op()
@@ -170,9 +170,7 @@ class _Layer:
             self.body += [self._store(s) for s in later]
         seen = [self.atoms[-1]]
         if rng.random() < 0.7:  # else some states may not matter
-            seen = [
-                'p' * self.grouped + 'new_h' * (not self.grouped) + str(s) for s in range(count)
-            ]
+            seen = [f'{self.new}{s}' for s in range(count)]
         self.body.append(f'return {" + ".join([self._expression(1), *seen])}')
         return self._class()
 
@@ -195,12 +193,14 @@ class _Layer:
 
     def _new_plane(self, s: int) -> bool:
         """Compute a new state, or plane of one; whether it is stored."""
-        rng, new = self.rng, ('p' if self.grouped else 'new_h') + str(s)
+        rng, new = self.rng, f'{self.new}{s}'
         terms = [f'{rng.choice([0.9, 0.5, -0.7])} * h{s}'] if rng.random() < 0.8 else []
         if s == 0 or rng.random() < 0.4:
             terms.append(f'y{rng.randrange(self.ops)}')
         if rng.random() < 0.9 or not terms:
             terms.append(self._expression(2))
+        if len(terms) == 1 and terms[0] in self.atoms and not (s == 0 and terms[0].startswith('y')):
+            terms = [f'1.0 * {terms[0]}']  # one variable for two states cannot be told apart
         if not self.grouped and rng.random() < 0.15:  # stored twice: the last one counts
             self.body.append(self._store(s, self._expression(1)))
         self.body.append(f'{new} = {" + ".join(terms)}')
@@ -250,7 +250,7 @@ class _Layer:
             mark = f'element_wise({self._processed(f"self.e{k}.value")}{fn})'
             self.body.append(f'y{k} = jnp.tanh({self._expression(1)}) * {mark}')
         else:
-            parts = rng.sample(self.parts, min(len(self.parts), rng.choice([1, 2, 2, 3])))
+            parts = rng.sample(self.parts, min(len(self.parts), rng.choice([1, 1, 2, 2, 3])))
             x = f'jnp.concatenate([{", ".join(p for p, _ in parts)}], -1)'
             if len(parts) == 1:
                 x = parts[0][0]
@@ -258,14 +258,13 @@ class _Layer:
                 x = f'spike({x} - 0.2)'
             op = self._product(sum(w for _, w in parts), k)
             if 'control' in self.on and rng.random() < 0.5:
-                line = rng.choice(OPS_IN_CONTROL).format(op=op, x=x, a=self._shaped())
+                chains = 4 * OPS_IN_CHAINS if x in self.atoms else []
+                form, planes = rng.choice(OPS_IN_CONTROL + chains), set(self.atoms) - {'below'}
+                line = form.format(op=op, x=x, a=rng.choice(sorted(planes)))
             else:
                 line = op.replace('(v', f'({x}', 1)
             self.body.append(f'y{k} = {line}')
         self.atoms.append(f'y{k}')
-
-    def _shaped(self) -> str:
-        return self.rng.choice([a for a in self.atoms if a not in ('below',)] or ['h0'])
 
     def _product(self, width: int, k: int) -> str:
         """A matmul of ``v``."""
@@ -318,11 +317,8 @@ class _Layer:
         kind = rng.choice(['atom', 'unary', 'binary', 'binary']) if depth else 'atom'
         if kind == 'atom':
             atom = rng.choice(self.atoms)
-            return (
-                f'{rng.choice(self.numbers)} * {atom}'
-                if rng.random() < 0.2 and self.numbers
-                else atom
-            )
+            has_factor = self.numbers and rng.random() < 0.2
+            return f'{rng.choice(self.numbers)} * {atom}' if has_factor else atom
         if kind == 'unary':
             kinds = [UNARY, *(UNARY_OF[name] for name in UNARY_OF if name in self.on)]
             form = rng.choice(rng.choice(kinds))
@@ -382,24 +378,12 @@ class _Grammar:
     def _loss(self, first: list[str], n: int) -> str:
         rng = self.rng
         outside = rng.choice(['', f'readout=brainstate.ParamState(normal(3, {n}, 2))'])
-        body = ['out = run(x)']
-        if 'environ' in self.on:
-            body = [
-                'with environment(k):',
-                '    out = run(x)',
-            ]
-        if outside:
-            body.append(
-                rng.choice(
-                    [
-                        "z = out @ outside['readout'].value",
-                        "z = matmul(jnp.tanh(out), outside['readout'].value)",
-                    ]
-                )
-            )
-        else:
-            body.append('z = out')
-        losses = ['jnp.sum((z - target[..., :1]) ** 2)', 'jnp.sum(jnp.tanh(z) * target[..., :1])']
+        body = ['with environment(k):', '    out = run(x)']
+        if 'environ' not in self.on:
+            body = ['out = run(x)']
+        readout = rng.choice(['out @ {}', 'matmul(jnp.tanh(out), {})']) if outside else 'out'
+        body.append('z = ' + readout.format("outside['readout'].value"))
+        losses = ['jnp.sum((z - target[..., :1]) ** 2)', 'jnp.sum(jnp.sin(z) * target[..., :1])']
         body.append(f'value = {rng.choice(losses)}')
         if first and rng.random() < 0.4:
             body.append(f'value = value + 0.3 * jnp.sum(jnp.sin({rng.choice(first)}))')
