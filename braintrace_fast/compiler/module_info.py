@@ -21,6 +21,7 @@ from .._compat import (
     new_var,
     open_jaxpr,
     rewire,
+    source_line,
     struct,
 )
 from .._typing import Path, PyTree
@@ -307,7 +308,9 @@ def extract_module_info(
         return {path: found[path] for path in retrieved if path in found}
 
     hidden_invars = {p: v for p, (v,) in by_path(brainstate.HiddenState, state_invars).items()}
-    _note_unwritten(hidden_invars, open_jaxpr(closed)[0].outvars[num_out:])
+    written = _unflatten_each(state_shapes, open_jaxpr(closed)[0].outvars[num_out:])
+    news: Any = {p: v for p, (v,) in by_path(brainstate.HiddenState, written).items()}
+    _note_old_values(hidden_invars, news, open_jaxpr(closed)[0].eqns)
     is_hidden = [isinstance(s, brainstate.HiddenState) for s in states]
     closed = _own_equations(closed, num_out, state_invars, is_hidden)
     state_outvars = _unflatten_each(state_shapes, open_jaxpr(closed)[0].outvars[num_out:])
@@ -449,9 +452,11 @@ def _check_same_types(old: dict[Path, Var], new: dict[Path, Var]) -> None:
             )
 
 
-def _note_unwritten(hidden_invars: dict[Path, Var], new: Sequence[Atom]) -> None:
-    for path, var in hidden_invars.items():
-        if any(v is var for v in new):
+def _note_old_values(old: dict[Path, Var], new: dict[Path, Atom], eqns: Sequence[JaxprEqn]) -> None:
+    """Say which states are left as they are, or set to the old value of another one."""
+    for path, value in new.items():
+        source = next((p for p, v in old.items() if v is value), None)
+        if source == path:
             emit(
                 DiagnosticKind.HIDDEN_STATE_READ_ONLY,
                 DiagnosticLevel.INFO,
@@ -459,6 +464,30 @@ def _note_unwritten(hidden_invars: dict[Path, Var], new: Sequence[Atom]) -> None
                 'carried as it is.',
                 hidden_paths=(path,),
             )
+        elif source is not None and (product := _product_of(old[source], eqns)) is not None:
+            line = source_line(product)
+            emit(
+                DiagnosticKind.HIDDEN_COUPLING_NOT_TRACED,
+                DiagnosticLevel.WARNING,
+                f'{line}: the hidden state at {path} is set to the old value of the one at '
+                f'{source}, so that a product which reads the new {path} cannot be told from one '
+                f'that reads the old {source}. It is taken for the latter, and not traced from '
+                'step to step. If the former is meant, set the state to a copy, '
+                'jnp.array(value, copy=True), and read that.',
+                hidden_paths=(path, source),
+                context={'source': line},
+            )
+
+
+def _product_of(value: Var, eqns: Sequence[JaxprEqn]) -> JaxprEqn | None:
+    """The first product that reads a value, or what is made of it."""
+    made = {value}
+    for eqn in eqns:
+        if any(not isinstance(v, Literal) and v in made for v in eqn.invars):
+            if isinstance(eqn.primitive, ETPPrimitive) or eqn.primitive.name == 'dot_general':
+                return eqn
+            made.update(eqn.outvars)
+    return None
 
 
 def _unflatten_each(shapes: Sequence[PyTree], flat: Sequence[Any]) -> list[PyTree]:

@@ -174,3 +174,34 @@ def test_a_weight_that_is_left_out_on_request_is_still_named():
     policy = btf.ControlFlowPolicy(etp_in_control_flow='exclude')
     with pytest.warns(btf.UntracedWarning, match='scan_unroll_limit'):
         compiled(lambda: Second(long_scan), control_flow=policy)
+
+
+class Delayed(brainstate.nn.Module):
+    """A state that is the old value of another one, read by a product in the same step."""
+
+    def __init__(self, copy):
+        super().__init__()
+        self.copy = copy
+        self.w, self.v = (brainstate.ParamState(0.5 + jnp.eye(3)) for _ in range(2))
+
+    def init_state(self, **kwargs):
+        self.h, self.delayed, self.last = (brainstate.HiddenState(jnp.zeros(3)) for _ in range(3))
+
+    def update(self, x):
+        self.delayed.value = jnp.array(self.h.value, copy=True) if self.copy else self.h.value
+        self.h.value = 0.5 * self.h.value + btf.matmul(x, self.w.value)
+        self.last.value = 0.5 * self.last.value + btf.matmul(self.delayed.value, self.v.value)
+        return self.last.value
+
+
+def test_a_state_that_is_anothers_old_value_is_named_where_a_product_reads_it():
+    def gradient(copy):
+        learner = btf.compile(Delayed(copy), 'd_rtrl', jnp.ones(3))
+        xs = jnp.ones((4, 3))
+        return learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x)))['w',]
+
+    with pytest.warns(btf.UntracedWarning, match=r"'delayed'.* the old value .*'h'.*copy=True"):
+        assert not gradient(copy=False).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert gradient(copy=True).any()
