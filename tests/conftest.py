@@ -3,6 +3,7 @@
 import gc
 import os
 import warnings
+import zlib
 from pathlib import Path
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -48,6 +49,26 @@ def x64(_environment):
     """Run the test in float64: JAX's default type and brainstate's."""
     with brainstate.environ.context(precision=64):
         yield
+
+
+def pytest_addoption(parser):
+    parser.addoption('--part', help='run one part of the tests: 2/3 is the second of three')
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave the tests of one part; those of the same model, by their parameters, go together."""
+    if config.getoption('--part') is None:
+        return
+    part, parts = map(int, config.getoption('--part').split('/'))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f'--part {part}/{parts}: expected 1/{parts} to {parts}/{parts}')
+
+    def is_in(item):
+        name = item.nodeid.partition('[')[2] or item.nodeid
+        return zlib.crc32(name.encode()) % parts == part - 1
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_in(item)])
+    items[:] = filter(is_in, items)
 
 
 MAPS = Path('/proc/self/maps')
