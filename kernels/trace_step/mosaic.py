@@ -31,6 +31,6 @@ def redundant(
     total: Any = None,
 ) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None."""
-    if seed is None and sum(e is not None for e in trace) <= 3:
-        return 'XLA moves as few bytes for up to three planes'
+    if seed is None and sum(e is not None for e in trace) <= 2:
+        return 'XLA moves as few bytes for up to two planes'
     return None
