@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = 'braintrace_fast'
 TOP = '__init__'  # the package itself: public names, imported by users only
 BASE = ('_compat', '_typing', 'config', 'errors')
-STACK = ('op', 'compiler', 'runtime', 'algorithm', 'learner')
+STACK = ('op', 'compiler', 'runtime', 'driver', 'algorithm', 'learner')
 
 
 def _allowed_imports() -> dict[str, frozenset[str]]:

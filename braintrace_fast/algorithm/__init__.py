@@ -1,11 +1,12 @@
 """Learning rules: small configurations of the runtime."""
 
-from .base import EligibilityTrace, ETraceAlgorithm, ETraceVjpAlgorithm
+from .base import EligibilityTrace, ETraceAlgorithm
 from .eprop import EProp
 from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm, pp_prop
 from .sequence import SequenceDriverMixin
 from .signals import FixedRandomFeedback, KappaFilter
 from .three_factor import ThreeFactor
+from .vjp import ETraceVjpAlgorithm
 
 __all__ = [
     'D_RTRL',

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path as FilePath
@@ -21,12 +22,21 @@ import saiunit as u
 
 from .._typing import PyTree
 from ..errors import CheckpointError
+from ..runtime.links import links_of
 from . import atomic_file
 
 __all__ = ['load', 'save']
 
 FORMAT = 'braintrace_fast learner'
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 had the planes of a trace by op and by group that it reaches, instead of by link."""
+
+NESTED_PLANES = (
+    re.compile(r"()\[(\d+)\]\[(\d+)\](\[\d+\]\['.*)"),
+    re.compile(r'(\[1\])\[(\d+)\]\[(\d+)\](\[\d+\])'),
+)
+"""Names of planes in version 1: dictionaries of arrays, or one side of a factorised trace."""
+
 NO_OPTIONS = (
     *('self', 'model', 'name', 'backend', 'control_flow', 'memory_budget', 'modulator'),
     *('fast_solve', 'chunked_trace', 'snap_max_jacobian_elements', 'couple_layers'),
@@ -66,6 +76,8 @@ def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
     states = _states(learner, others)
     like = {name: state.value for name, state in states.items()}
     trace = next(name for name, state in states.items() if state is learner.trace)
+    if meta['format_version'] == 1 and trace in meta['states']:
+        meta['states'][trace] = _by_link(meta['states'][trace], learner)
     like[trace] = _form_of_trace(learner, meta['states'].get(trace, {}))
     problems = _differences(learner, meta, like)
     if problems:
@@ -93,10 +105,10 @@ def _states(learner: Any, others: Mapping[str, Any]) -> States:
     for key, other in others.items():
         given = {(): other} if isinstance(other, brainstate.State) else _nested(other)
         named |= {_name('others', (key, *path)): state for path, state in given.items()}
-    found: dict[int, None] = {}
-    return {
-        k: s for k, s in named.items() if id(s) not in found and not found.update({id(s): None})
-    }
+    unique: dict[int, tuple[str, brainstate.State]] = {}
+    for name, state in named.items():
+        unique.setdefault(id(state), (name, state))
+    return dict(unique.values())
 
 
 def _nested(other: Any) -> dict[tuple, brainstate.State]:
@@ -128,14 +140,14 @@ def _is_quantity(value: Any) -> bool:
 def _describe(leaf: Any) -> dict[str, Any]:
     array = u.get_mantissa(leaf)
     unit = u.get_unit(leaf)
-    found = {
+    described = {
         'shape': list(jnp.shape(array)),
         'dtype': str(jnp.result_type(array)),
         'unit': '' if unit.is_unitless else str(unit),
     }
     if not unit.is_unitless:
-        found['scale'] = repr((unit.scale, unit.base, unit.factor))
-    return found
+        described['scale'] = repr((unit.scale, unit.base, unit.factor))
+    return described
 
 
 def _is_key(array: Any) -> bool:
@@ -205,6 +217,23 @@ def _plain(value: Any) -> str:
     return type(value).__qualname__ if ' at 0x' in text else text
 
 
+def _by_link(stored: Mapping[str, Any], learner: Any) -> dict[str, Any]:
+    """The parts of a trace of format version 1, by link."""
+    places: dict[tuple[int, int], int] = {}
+    for link in links_of(learner.graph):
+        places[link.op, sum(op == link.op for op, _ in places)] = link.index
+
+    def renamed(key: str) -> str:
+        for form in NESTED_PLANES:
+            match = form.fullmatch(key)
+            if match is not None:
+                side, op, place, plane = match.groups()
+                return f'{side}[{places.get((int(op), int(place)))}]{plane}'
+        return key
+
+    return {renamed(key): leaf for key, leaf in stored.items()}
+
+
 def _form_of_trace(learner: Any, stored: Mapping[str, Any]) -> PyTree:
     """A trace like the stored one, which another backend may have kept in another form."""
     own = learner.trace.value
@@ -240,13 +269,14 @@ def _leaf_differences(value: PyTree, stored: Mapping[str, Any]) -> list[str]:
     here = {key: _describe(leaf) for key, leaf in _leaves(value).items()}
     if here.keys() != stored.keys():
         return [f' has the parts {sorted(stored)}, here {sorted(here)}']
-    found = []
+    differences = []
     for key, described in here.items():
         there = {k: v for k, v in stored[key].items() if k != 'array'}
         for what in ('shape', 'dtype', 'unit', 'scale'):
             if there.get(what) != described.get(what):
-                found.append(f'{key}: the {what} is {there.get(what)}, here {described.get(what)}')
-    return found
+                was, now = there.get(what), described.get(what)
+                differences.append(f'{key}: the {what} is {was}, here {now}')
+    return differences
 
 
 def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -1,16 +1,14 @@
 """e-prop: D-RTRL with a filtered trace, and with random feedback if wanted."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import brainstate
 import jax
 
 from ..compiler import ETraceGraph
-from ..compiler.transition import Plane
-from ..runtime.factors import Factors, Signals
-from ..runtime.filtered import FilteredEngine
-from .base import Engine
+from ..runtime.engine import Engine
+from ..runtime.factors import Factors, GroupPlanes, Signals
+from ..runtime.filtered import Filter
 from .presets import ParamDimVjpAlgorithm
 from .signals import RandomFeedback, check_kappa
 
@@ -89,19 +87,16 @@ class EProp(ParamDimVjpAlgorithm):
         self.random_feedback: RandomFeedback | None = None
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
-        """The engine that carries the trace, and the filtered one if there is a filter."""
+        """The engine that carries the trace, and the random matrices if feedback is random."""
         if self.feedback == 'random':
             with jax.ensure_compile_time_eval():  # it may be made while a loop is traced
                 self.random_feedback = RandomFeedback(graph, self.random_feedback_key)
-        if not self.kappa_filter_decay:
-            return super().make_engine(graph)
-        return FilteredEngine(
-            graph,
-            self.kappa_filter_decay,
-            self.trace_dtype,
-            self.stochastic_rounding,
-            self.resolved_backend,
-        )
+        return super().make_engine(graph)
+
+    def factor_transform(self, graph: ETraceGraph) -> Filter | None:
+        """The filter of the trace, if there is one."""
+        kappa = self.kappa_filter_decay
+        return Filter(kappa, graph.hidden_groups) if kappa else None
 
     def replaces_signals(self) -> bool:
         """Whether feedback is random."""
@@ -118,6 +113,6 @@ class EProp(ParamDimVjpAlgorithm):
             return signals
         return self.random_feedback(factors, signals, modulator)
 
-    def entry_signals(self, planes: Sequence[Sequence[Plane]]) -> Sequence[Sequence[Plane]]:
-        """The signals at the start of a window, projected with random feedback."""
+    def entry_signals(self, planes: GroupPlanes) -> GroupPlanes:
+        """The signals at the start of a chunk, projected with random feedback."""
         return planes if self.random_feedback is None else self.random_feedback.project(planes)

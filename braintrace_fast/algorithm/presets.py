@@ -6,9 +6,10 @@ import brainstate
 import jax.numpy as jnp
 
 from ..compiler import ControlFlowPolicy, ETraceGraph
+from ..runtime.engine import Engine, FactorTransform
 from ..runtime.factorized import FactorizedEngine
 from ..runtime.materialized import MaterializedEngine
-from .base import Engine, ETraceVjpAlgorithm
+from .vjp import ETraceVjpAlgorithm
 
 __all__ = ['D_RTRL', 'ES_D_RTRL', 'IODimVjpAlgorithm', 'ParamDimVjpAlgorithm', 'pp_prop']
 
@@ -87,14 +88,18 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the whole trace."""
-        windows = self.vjp_method == 'multi-step'
         return MaterializedEngine(
             graph,
             self.trace_dtype,
-            windows,
-            stochastic=self.stochastic_rounding,
-            backend=self.resolved_backend,
+            self.vjp_method == 'multi-step',
+            self.factor_transform(graph),
+            self.stochastic_rounding,
+            self.resolved_backend,
         )
+
+    def factor_transform(self, graph: ETraceGraph) -> FactorTransform | None:
+        """What the trace is made of, if not of the model's own factors."""
+        return None
 
 
 class IODimVjpAlgorithm(ETraceVjpAlgorithm):
@@ -165,10 +170,10 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         """The decays, which may have been given as ranks."""
         return {'decay': self.decay}
 
-    def make_engine(self, graph: ETraceGraph) -> FactorizedEngine:
+    def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the two sides of the trace."""
-        windows = self.vjp_method == 'multi-step'
-        return FactorizedEngine(graph, self.decay, windows, self.resolved_backend)
+        chunks = self.vjp_method == 'multi-step'
+        return FactorizedEngine(graph, self.decay, chunks, self.resolved_backend)
 
 
 def _decay(value: float | int) -> float:

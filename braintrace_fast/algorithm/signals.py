@@ -10,7 +10,8 @@ import saiunit as u
 
 from ..compiler import ETraceGraph, HiddenGroup
 from ..kernels.planes import Plane, add, times
-from ..runtime.factors import Factors, Signals, sum_leading
+from ..runtime.factors import Factors, GroupPlanes, Signals, sum_leading
+from ..runtime.links import links_of
 
 __all__ = [
     'FixedRandomFeedback',
@@ -20,8 +21,6 @@ __all__ = [
     'check_modulator',
     'modulated',
 ]
-
-Planes = tuple[tuple[Plane, ...], ...]
 
 
 class KappaFilter(brainstate.ShortTermState):
@@ -155,7 +154,7 @@ class RandomFeedback:
             L, R = jax.tree.map(lambda plane: plane * jnp.abs(weight).astype(plane.dtype), (L, R))
         return _replaced(self.graph, factors, signals, L, R)
 
-    def project(self, planes: Sequence[Sequence[Plane]]) -> Planes:
+    def project(self, planes: Sequence[Sequence[Plane]]) -> GroupPlanes:
         """Planes per group, each divided by its norm over the neurons and projected."""
         return tuple(
             tuple(
@@ -178,13 +177,14 @@ def modulated(
 
 
 def _replaced(
-    graph: ETraceGraph, factors: Factors, signals: Signals, L: Planes, R: Planes
+    graph: ETraceGraph, factors: Factors, signals: Signals, L: GroupPlanes, R: GroupPlanes
 ) -> Signals:
     """Other signals, with which an op is reached by way of hidden states alone."""
+    by_op: list[list[Plane]] = [[] for _ in signals.c]
+    for link in links_of(graph):
+        by_op[link.op] += map(times, factors.f[link.index], L[link.group.index])
     c = []
-    for relation, f, old in zip(graph.hidden_param_op_relations, factors.f, signals.c, strict=True):
-        reached = zip(relation.hidden_groups, f, strict=True)
-        new = add(p for group, own in reached for p in map(times, own, L[group.index]))
+    for old, new in zip(signals.c, map(add, by_op), strict=True):
         c.append(jnp.zeros_like(old) if new is None else sum_leading(new, old.ndim))
     return Signals(tuple(c), L, R)
 

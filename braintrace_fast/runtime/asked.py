@@ -26,9 +26,9 @@ def define_vjp(
     function: Any,
     forward: Callable[..., tuple[Any, Any]],
     backward: Callable[[Any, Any], Any],
-    place: int,
+    inputs_of: Callable[[Any], PyTree],
 ) -> None:
-    """Define the derivatives of a ``jax.custom_vjp``.
+    """Define the derivatives of a ``jax.custom_vjp`` of one operand, a tree.
 
     An input that nobody differentiates by may pass through what has no derivative, such as a
     callback to the host.
@@ -38,22 +38,22 @@ def define_vjp(
     function : jax.custom_vjp
         The function.
     forward, backward : callable
-        As for ``defvjp``, but that ``forward`` gets a :data:`Cut` before the operands, to be called
-        on the inputs inside what it differentiates.
-    place : int
-        Which of the operands the inputs are.
+        As for ``defvjp``, but that ``forward`` gets a :data:`Cut` before the operand, to be called
+        on the inputs inside what it differentiates, and that ``backward`` returns one cotangent.
+    inputs_of : callable
+        Which part of the operand the inputs are.
     """
 
-    def forward_asked(*operands: Any) -> tuple[Any, Any]:
-        asked = jax.tree.map(lambda leaf: leaf.perturbed, operands[place])
+    def forward_asked(operand: Any) -> tuple[Any, Any]:
+        asked = jax.tree.map(lambda leaf: leaf.perturbed, inputs_of(operand))
 
         def cut(inputs: PyTree) -> PyTree:
             return jax.tree.map(lambda a, ask: a if ask else lax.stop_gradient(a), inputs, asked)
 
-        return forward(cut, *custom_vjp_primal_tree_values(operands))
+        return forward(cut, custom_vjp_primal_tree_values(operand))
 
-    def backward_whole(residuals: Any, cotangents: Any) -> Any:
-        return backward(residuals, jax.tree.map(_instantiated, cotangents))
+    def backward_whole(residuals: Any, cotangents: Any) -> tuple[Any]:
+        return (backward(residuals, jax.tree.map(_instantiated, cotangents)),)
 
     function.defvjp(forward_asked, backward_whole, symbolic_zeros=True)
 

@@ -28,7 +28,7 @@ from ..config import check_backend, resolve_backend
 from ..errors import NotSupportedError
 from ..kernels.dispatch import Backend
 from .factors import Factors, StepRunner, Values
-from .input_data import has_multi_step_data, single_step, split_window
+from .input_data import has_multi_step_data, single_step, split_chunk
 
 __all__ = ['ETraceGraphExecutor', 'ETraceVjpGraphExecutor', 'VjpResiduals']
 
@@ -391,7 +391,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         if not has_multi_step_data(args):
             hidden, others, (out, h2w, h2h) = step(hidden, others, single_step(args))
             return out, hidden, others, h2w, h2h
-        sequences, at_step = split_window(args)
+        sequences, at_step = split_chunk(args)
 
         def body(carry: Any, slices: Any) -> Any:
             hidden, others = carry
@@ -402,12 +402,10 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         return out, hidden, others, h2w, h2h
 
     def _reference_layout(self, factors: Factors) -> tuple[Hid2Weight, list[jax.Array]]:
-        relations = self.graph.hidden_param_op_relations
         xs = {r: x for r, x in enumerate(factors.x) if x is not None}
         dfs = {
-            (r, group.index): _stack(group, f)
-            for r, relation in enumerate(relations)
-            for group, f in zip(relation.hidden_groups, factors.f[r], strict=True)
+            (link.op, link.group.index): _stack(link.group, f)
+            for link, f in zip(self.runner.links, factors.f, strict=True)
         }
         h2h = [
             jnp.stack([_stack(group, row) for row in D], axis=-2)

@@ -21,29 +21,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compiler import ETraceGraph, HiddenParamOpRelation
-from ..compiler.transition import Plane
 from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.factored_trace import factored_trace, smooth
-from ..kernels.planes import add, times
-from .factors import (
-    Entry,
-    Factors,
-    Signals,
-    Values,
-    group_plane,
-    places_of,
-    sum_leading,
-    sum_middle,
-    x_shape,
-)
+from ..kernels.planes import Plane, add, times
+from .engine import Steps
+from .factors import Entry, GroupPlanes, sum_leading, sum_middle
 from .gradient import GradientSum
-from .materialized import bypasses
+from .links import group_plane, links_of, links_to, x_shape
+from .materialized import varying_weights
+from .trace_planes import direct_ops
 
 __all__ = ['FactorizedEngine']
 
-Trace = tuple[tuple[jax.Array | None, ...], tuple[tuple[tuple[jax.Array, ...], ...], ...]]
-"""``xhat`` per relation, and ``fhat`` per relation, group and plane."""
+LinkPlanes = Sequence[Sequence[Plane]]
+Trace = tuple[tuple[jax.Array | None, ...], tuple[tuple[jax.Array, ...], ...]]
+"""``xhat`` per op, and ``fhat`` per link and plane."""
 
 
 class FactorizedEngine:
@@ -55,39 +48,50 @@ class FactorizedEngine:
         The compiled model.
     decay : tuple of float
         ``a_x`` and ``a_f``.
-    windows : bool
-        Whether the gradient of windows is asked for.
+    chunks : bool
+        Whether chunks of steps are differentiated in full.
     backend : Backend
         What to run kernels with.
 
     Raises
     ------
     NotSupportedError
-        If it is, and a weight varies in time: nothing says what it was before the window.
+        If they are, and a weight varies in time: nothing says what it was before the chunk.
     """
 
     is_small = True
-    restarts = False
 
     def __init__(
         self,
         graph: ETraceGraph,
         decay: tuple[float, float],
-        windows: bool = False,
+        chunks: bool = False,
         backend: Backend = PLAIN,
     ) -> None:
         self.graph = graph
         self.backend = backend
         self.decay_x, self.decay_f = decay
         self.relations = list(graph.hidden_param_op_relations)
-        self.bypasses = bypasses(graph)
-        varying = [relation for relation in self.relations if not relation.is_static]
-        if windows and varying:
+        self.links = links_of(graph)
+        self.direct = direct_ops(graph)
+        varying = self.refuses_windows()
+        if chunks and varying is not None:
             raise NotSupportedError(
-                f'{varying[0].source}: the weight {varying[0].path} varies in time, which the '
-                'factorised trace cannot carry from window to window. Use '
+                f'{varying}, which the factorised trace cannot carry from window to window. Use '
                 "vjp_method='single-step', or D_RTRL."
             )
+
+    def refuses_windows(self) -> str | None:
+        """Weights that vary in time are refused: they cannot be pulled back once per window."""
+        return varying_weights(self.relations)
+
+    def refuses_restarts(self) -> str:
+        """They are refused: one count of steps serves all examples."""
+        return (
+            'its bias correction counts the steps of all examples together. Reset the states '
+            'inside the model, which takes the flag as an input, or use D_RTRL, EProp or '
+            "ThreeFactor. Between sequences, trace='fresh' or reset_state() starts anew."
+        )
 
     def trace_shape(self) -> Trace:
         """The shapes and types of the trace."""
@@ -95,10 +99,7 @@ class FactorizedEngine:
             None if x is None else jax.ShapeDtypeStruct(x.shape, _inexact(x))
             for x in map(x_shape, self.relations)
         )
-        fs: Any = tuple(
-            tuple((group_plane(group),) * group.num_state for group in relation.hidden_groups)
-            for relation in self.relations
-        )
+        fs: Any = tuple((group_plane(link.group),) * link.group.num_state for link in self.links)
         return xs, fs
 
     def stored_shapes(self) -> list[Trace]:
@@ -109,21 +110,16 @@ class FactorizedEngine:
         """A trace of another backend, which is as it is here."""
         return trace
 
-    def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
+    def advance(self, step: Steps) -> Trace:
         """The trace after a step."""
-        xs, fs = entry.trace
+        (xs, fs), factors = self._entry_trace(step), step.factors
         new_xs = tuple(
             None if old is None or x is None else self.decay_x * old + x
             for old, x in zip(xs, factors.x, strict=True)
         )
         return new_xs, tuple(
-            tuple(
-                self._advance_planes(planes, factors.D[group.index], f)
-                for group, planes, f in zip(
-                    relation.hidden_groups, fs[r], factors.f[r], strict=True
-                )
-            )
-            for r, relation in enumerate(self.relations)
+            self._advance_planes(fs[link.index], factors.D[link.group.index], factors.f[link.index])
+            for link in self.links
         )
 
     def _advance_planes(
@@ -141,108 +137,85 @@ class FactorizedEngine:
             new.append(jnp.zeros_like(old[s]) if total is None else total)
         return tuple(new)
 
-    def gradients(
-        self,
-        total: GradientSum,
-        entry: Entry,
-        trace: Trace,
-        factors: Factors,
-        signals: Signals,
-        step: jax.Array,
-    ) -> None:
-        """Add the gradient of a step, given the traces before and after it."""
-        xs, fs = trace
-        for r, relation in enumerate(self.relations):
-            c = signals.c[r]
-            smoothed: list[Plane] = []
-            present: list[Plane] = []
-            for group, fhat, f in zip(relation.hidden_groups, fs[r], factors.f[r], strict=True):
-                L = signals.L[group.index]
-                smoothed += map(times, fhat, L)
-                present += map(times, f, L)
-            signal = add(smoothed)
+    def gradients(self, total: GradientSum, step: Steps, trace: Trace) -> None:
+        """Add the gradient of a step; ``trace`` is the one after it."""
+        (xs, fs), factors, signals = trace, step.factors, step.signals
+        if signals is None or step.entry is None:
+            raise ValueError('There are no signals, or no trace at the entry.')
+        for op, relation in enumerate(self.relations):
+            c = signals.c[op]
+            signal = self._weighted(op, fs, signals.L)
             if signal is not None:
-                signal = sum_leading(signal / self.bias(step), c.ndim)
-                total.add_product(r, xs[r], signal, factors.varying[r])
-            if self.bypasses[r] or not relation.is_static:
-                total.add_present(r, factors, c, add(present))
-        self._add_entry(total, entry, signals.R, step - 1, factors.varying)
+                signal = sum_leading(signal / self.bias(step.elapsed), c.ndim)
+                total.add_product(op, xs[op], signal, factors.varying[op])
+            if self.direct[op] or not relation.is_static:
+                total.add_present(op, factors, c, self._weighted(op, factors.f, signals.L))
+        self._add_entry(total, step.entry, signals.R, step.elapsed - 1, factors.varying)
 
     def entry_gradients(
-        self,
-        total: GradientSum,
-        entry: Entry,
-        signals: Sequence[Sequence[Plane]],
-        step: jax.Array,
+        self, total: GradientSum, entry: Entry, signals: GroupPlanes, elapsed: jax.Array
     ) -> None:
-        """Add ``signals[g][q] . e[q]``, for cotangents of the states after step ``step``."""
-        self._add_entry(total, entry, signals, step, ({},) * len(self.relations))
+        """Add ``signals[g][q] . e[q]``: cotangents of the states after step ``elapsed``."""
+        self._add_entry(total, entry, signals, elapsed, ({},) * len(self.relations))
 
     def _add_entry(
         self,
         total: GradientSum,
         entry: Entry,
-        signals: Sequence[Sequence[Plane]],
-        step: jax.Array,
+        signals: GroupPlanes,
+        elapsed: jax.Array,
         varying: Sequence[Mapping[str, tuple[jax.Array, ...]]],
     ) -> None:
         xs, fs = entry.trace
-        for r, relation in enumerate(self.relations):
-            signal = add(
-                plane
-                for group, planes in zip(relation.hidden_groups, fs[r], strict=True)
-                for plane in map(times, signals[group.index], planes)
-            )
+        for op, relation in enumerate(self.relations):
+            signal = self._weighted(op, fs, signals)
             if signal is not None:
-                signal = sum_leading(signal / self.bias(step), relation.y_var.aval.ndim)
-                total.add_product(r, xs[r], signal, varying[r])
+                signal = sum_leading(signal / self.bias(elapsed), relation.y_var.aval.ndim)
+                total.add_product(op, xs[op], signal, varying[op])
+
+    def _weighted(self, op: int, planes: LinkPlanes, by: GroupPlanes) -> Plane:
+        """The planes of an op's links, times those of their groups, added up."""
+        links = (link for link in self.links if link.op == op)
+        return add(
+            plane
+            for link in links
+            for plane in map(times, planes[link.index], by[link.group.index])
+        )
 
     def window(
-        self,
-        total: GradientSum | None,
-        entry: Entry | None,
-        factors: Factors,
-        signals: Signals | None,
-        step: jax.Array,
-        overwrite: bool = True,
+        self, total: GradientSum | None, steps: Steps, overwrite: bool = True
     ) -> Trace | None:
-        """Add the gradient of K steps at once, and carry the trace past them.
-
-        As :meth:`MaterializedEngine.window`.
-        """
-        xs, fs = jax.tree.map(jnp.zeros_like, self.trace_shape()) if entry is None else entry.trace
-        smoothed: list[list[Any]] = [list(own) for own in fs]
-        ends: list[list[Any]] = [list(own) for own in fs]
+        """Add the gradient of K steps at once, and carry the trace past them."""
+        xs, fs = self._entry_trace(steps)
+        ends: list[Any] = list(fs)
+        smoothed: list[Any] = list(fs)
         for group in self.graph.hidden_groups:
-            feeding = places_of(self.relations, group)
-            if feeding:
-                last, found = factored_trace(
-                    factors.D[group.index],
-                    [factors.f[r][place] for r, place in feeding],
-                    [fs[r][place] for r, place in feeding],
-                    self.decay_f,
-                    backend=self.backend,
-                )
-                for (r, place), end, planes in zip(feeding, last, found, strict=True):
-                    ends[r][place], smoothed[r][place] = end, planes
-        x_ends = []
-        for r, x in enumerate(factors.x):
-            start = None if entry is None else xs[r]
-            if total is not None and signals is not None:
-                self._add_window(total, r, factors, signals, smoothed[r], start, fs[r], step)
-            x_ends.append(self._last_x(x, start))
-        return None if entry is None else (tuple(x_ends), tuple(map(tuple, ends)))
+            links = links_to(self.links, group)
+            if not links:
+                continue
+            last, fhat = factored_trace(
+                steps.factors.D[group.index],
+                [steps.factors.f[link.index] for link in links],
+                [fs[link.index] for link in links],
+                self.decay_f,
+                backend=self.backend,
+            )
+            for link, end, planes in zip(links, last, fhat, strict=True):
+                ends[link.index], smoothed[link.index] = end, planes
+        if total is not None and steps.signals is not None:
+            for op in range(len(self.relations)):
+                self._add_window(total, op, steps, (xs, fs), smoothed)
+        if steps.entry is None:
+            return None
+        return tuple(map(self._last_x, steps.factors.x, xs)), tuple(ends)
+
+    def _entry_trace(self, steps: Steps) -> Trace:
+        if steps.entry is None:
+            return jax.tree.map(jnp.zeros_like, self.trace_shape())
+        return steps.entry.trace
 
     def _add_window(
-        self,
-        total: GradientSum,
-        r: int,
-        factors: Factors,
-        signals: Signals,
-        fhat: Sequence[Sequence[jax.Array]],
-        x_start: jax.Array | None,
-        f_start: Sequence[Sequence[jax.Array]],
-        step: jax.Array,
+        self, total: GradientSum, op: int, steps: Steps, start: Trace, fhat: Sequence[Any]
     ) -> None:
         """Add ``sum_t xhat_t (x) read_t + x_t (x) now_t``.
 
@@ -250,48 +223,61 @@ class FactorizedEngine:
         ``read`` smoothed in place of ``x``, back in time: one product, and nothing of the size of
         the inputs.
         """
-        x, c, relation = factors.x[r], signals.c[r], self.relations[r]
-        steps = step + jnp.arange(c.shape[0])
-
-        def weighted(planes: Sequence[Sequence[Plane]], by: Sequence[Sequence[Plane]]) -> Plane:
-            pairs = zip(relation.hidden_groups, planes, strict=True)
-            found = add(p for group, own in pairs for p in map(times, own, by[group.index]))
-            return None if found is None else sum_middle(found, c.ndim)
-
-        def corrected(plane: Plane, steps: jax.Array) -> Plane:
-            if plane is None:
-                return None
-            bias = self.bias(steps).astype(plane.dtype)
-            return plane / bias.reshape(-1, *[1] * (plane.ndim - 1))
-
-        now: Plane = None
-        if self.bypasses[r]:
-            in_trace = weighted(factors.f[r], signals.L)
-            now = c if in_trace is None else c - in_trace
-        read = corrected(weighted(fhat, signals.L), steps)
-        before = [
-            [jnp.concatenate([start[None], plane[:-1]]) for start, plane in zip(*pair, strict=True)]
-            for pair in zip(f_start, fhat, strict=True)
-        ]
-        passing = corrected(weighted(before, signals.R), steps - 1)
-        if passing is not None:  # it reads the trace of the step before
-            read = add([read, jnp.concatenate([passing[1:], jnp.zeros_like(passing[:1])])])
-            if x is None or x_start is not None:
-                total.add_product(r, x_start, passing[0])
+        x, x_start = steps.factors.x[op], None if steps.entry is None else start[0][op]
+        read, now, first = self._window_signals(op, steps, start, fhat)
+        if first is not None and (x is None or x_start is not None):
+            total.add_product(op, x_start, first)
         if x is None or read is None:
-            total.add_product(r, x, add([read, now]), leading_axes=1)
-        elif _is_linear(relation):
+            total.add_product(op, x, add([read, now]), leading_axes=1)
+        elif _is_linear(self.relations[op]):
             left, back = smooth(read, None, self.decay_x, reverse=True, backend=self.backend)
-            total.add_product(r, x, add([back, now]), leading_axes=1, only=_reads_x)
+            total.add_product(op, x, add([back, now]), leading_axes=1, only=_reads_x)
             rest = add([read, now])
-            total.add_product(r, x, rest, leading_axes=1, only=lambda key: not _reads_x(key))
+            total.add_product(op, x, rest, leading_axes=1, only=lambda key: not _reads_x(key))
             if x_start is not None:
-                total.add_product(r, x_start, left, only=_reads_x)
+                total.add_product(op, x_start, left, only=_reads_x)
         else:
             past = None if x_start is None else self.decay_x * x_start
             xhat = smooth(x.astype(_inexact(x)), past, self.decay_x, backend=self.backend)[1]
-            total.add_product(r, xhat, read, leading_axes=1)
-            total.add_product(r, x, now, leading_axes=1)
+            total.add_product(op, xhat, read, leading_axes=1)
+            total.add_product(op, x, now, leading_axes=1)
+
+    def _window_signals(
+        self, op: int, steps: Steps, start: Trace, fhat: Sequence[Any]
+    ) -> tuple[Plane, Plane, Plane]:
+        """What is multiplied with ``xhat``, with ``x``, and with ``xhat`` before the window."""
+        factors, signals = steps.factors, steps.signals
+        if signals is None:
+            return None, None, None
+        c = signals.c[op]
+        indices = steps.elapsed + jnp.arange(c.shape[0])
+
+        def weighted(planes: LinkPlanes, by: GroupPlanes) -> Plane:
+            plane = self._weighted(op, planes, by)
+            return None if plane is None else sum_middle(plane, c.ndim)
+
+        now: Plane = None
+        if self.direct[op]:
+            in_trace = weighted(factors.f, signals.L)
+            now = c if in_trace is None else c - in_trace
+        read = self._corrected(weighted(fhat, signals.L), indices)
+        before = [
+            [jnp.concatenate([first[None], plane[:-1]]) for first, plane in zip(*pair, strict=True)]
+            for pair in zip(start[1], fhat, strict=True)
+        ]
+        passing = self._corrected(weighted(before, signals.R), indices - 1)
+        if passing is None:
+            return read, now, None
+        # It reads the trace of the step before.
+        read = add([read, jnp.concatenate([passing[1:], jnp.zeros_like(passing[:1])])])
+        return read, now, passing[0]
+
+    def _corrected(self, plane: Plane, indices: jax.Array) -> Plane:
+        """A plane of all steps, each divided by its bias."""
+        if plane is None:
+            return None
+        bias = self.bias(indices).astype(plane.dtype)
+        return plane / bias.reshape(-1, *[1] * (plane.ndim - 1))
 
     def _last_x(self, x: jax.Array | None, start: jax.Array | None) -> jax.Array | None:
         """``xhat`` after the last step of a window."""
@@ -303,13 +289,13 @@ class FactorizedEngine:
         )
         return self.decay_x ** len(x) * start + recent
 
-    def trace_of(self, trace: Trace, relations: list[int]) -> tuple[dict, dict]:
-        """The input sides by relation, and the output sides by relation and group."""
+    def trace_of(self, trace: Trace, ops: list[int]) -> tuple[dict, dict]:
+        """The input sides by op, and the output sides by op and group."""
         xs, fs = trace
-        return {r: xs[r] for r in relations}, {
-            (r, group.index): planes
-            for r in relations
-            for group, planes in zip(self.relations[r].hidden_groups, fs[r], strict=True)
+        return {op: xs[op] for op in ops}, {
+            (link.op, link.group.index): planes
+            for link, planes in zip(self.links, fs, strict=True)
+            if link.op in ops
         }
 
     def bias(self, step: jax.Array) -> jax.Array:

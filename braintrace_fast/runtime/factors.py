@@ -10,12 +10,13 @@ from jax import lax
 
 from .._compat import Var
 from .._typing import Path, PyTree
-from ..compiler import ETraceGraph, ExitPerturbation, HiddenGroup, HiddenParamOpRelation
-from ..compiler.transition import Plane
+from ..compiler import ETraceGraph, ExitPerturbation, HiddenGroup
 from ..kernels.dispatch import PLAIN, Backend
+from ..kernels.planes import Plane
 from .asked import Cut, whole
+from .links import Link, links_of
 
-__all__ = ['Entry', 'Factors', 'Signals', 'StepRunner', 'Values', 'Zeros']
+__all__ = ['Entry', 'Factors', 'GroupPlanes', 'Signals', 'StepRunner', 'Values', 'Zeros']
 
 Values = dict[Path, Any]
 """Values of states, by path."""
@@ -23,6 +24,9 @@ Values = dict[Path, Any]
 
 Zeros = tuple[list[jax.Array], list[jax.Array], list[jax.Array]]
 """At the ops' outputs, at the exits of groups and at the old states that bypass them."""
+
+GroupPlanes = tuple[tuple[Plane, ...], ...]
+"""Per group and state, a plane."""
 
 
 class Factors(NamedTuple):
@@ -35,7 +39,7 @@ class Factors(NamedTuple):
     x : tuple
         Per relation, the op's input; None for an op of weights alone.
     f : tuple
-        Per relation and group that it reaches, ``d h_s / d y`` per plane ``s``.
+        Per link, ``d h_s / d y`` per plane ``s``.
     D : tuple
         Per group, ``d h_s(t) / d h_q(t-1)``, ``[s][q]``.
     varying : tuple
@@ -45,8 +49,8 @@ class Factors(NamedTuple):
     """
 
     x: tuple[jax.Array | None, ...]
-    f: tuple[tuple[tuple[Plane, ...], ...], ...]
-    D: tuple[tuple[tuple[Plane, ...], ...], ...]
+    f: tuple[tuple[Plane, ...], ...]
+    D: tuple[GroupPlanes, ...]
     varying: tuple[dict[str, tuple[jax.Array, ...]], ...]
     keep: jax.Array | None = None
 
@@ -86,8 +90,8 @@ class Signals(NamedTuple):
     """
 
     c: tuple[jax.Array, ...]
-    L: tuple[tuple[Plane, ...], ...]
-    R: tuple[tuple[Plane, ...], ...]
+    L: GroupPlanes
+    R: GroupPlanes
 
     def after_restart(self, keep: jax.Array | None) -> 'Signals':
         """The same where some examples started anew before the step."""
@@ -100,6 +104,7 @@ class StepRunner:
     def __init__(self, graph: ETraceGraph, backend: Backend = PLAIN) -> None:
         self.graph = graph
         self.backend = backend
+        self.links = links_of(graph)
 
     def run(
         self, args: Sequence[Any], params: Values, hidden: Values, others: Values
@@ -188,10 +193,7 @@ class StepRunner:
         ]
         return Factors(
             x=tuple(None if r.x_var is None else temps[r.x_var] for r in relations),
-            f=tuple(
-                tuple(tuple(solved[group.index][1][r.y_var]) for group in r.hidden_groups)
-                for r in relations
-            ),
+            f=tuple(tuple(solved[link.group.index][1][link.relation.y_var]) for link in self.links),
             D=tuple(tuple(tuple(row) for row in D) for D, _ in solved),
             varying=tuple(
                 {k: tuple(temps[v] for v in way.varying_vars) for k, way in r.weight_ways.items()}
@@ -200,9 +202,7 @@ class StepRunner:
         )
 
 
-def as_window(
-    factors: Factors, relations: Sequence[HiddenParamOpRelation], steps: int, shapes: Factors
-) -> Factors:
+def as_window(factors: Factors, links: Sequence[Link], steps: int, shapes: Factors) -> Factors:
     """The factors of a window of so many steps, from those that a loop gives.
 
     ``f`` and ``D`` that are the same in all steps, or one number, stay as they are, as long as one
@@ -216,11 +216,8 @@ def as_window(
         for D, like in zip(factors.D, shapes.D, strict=True)
     ]
     f = tuple(
-        tuple(
-            planes if moves[group.index] else stacked(planes, steps, like)
-            for group, planes, like in zip(relation.hidden_groups, *own, strict=True)
-        )
-        for relation, *own in zip(relations, factors.f, shapes.f, strict=True)
+        planes if moves[link.group.index] else stacked(planes, steps, like)
+        for link, planes, like in zip(links, factors.f, shapes.f, strict=True)
     )
     x, varying, keep = (
         stacked(getattr(factors, name), steps, getattr(shapes, name))
@@ -256,25 +253,6 @@ def per_example(values: jax.Array, like: jax.Array) -> jax.Array:
     return values.reshape(*values.shape, *[1] * (like.ndim - values.ndim)).astype(like.dtype)
 
 
-def places_of(
-    relations: Sequence[HiddenParamOpRelation], group: HiddenGroup
-) -> list[tuple[int, int]]:
-    """The relations that reach a group, each with the group's place among those that it reaches."""
-    return [
-        (r, place)
-        for r, relation in enumerate(relations)
-        for place, reached in enumerate(relation.hidden_groups)
-        if reached.index == group.index
-    ]
-
-
-def x_shape(relation: HiddenParamOpRelation) -> jax.ShapeDtypeStruct | None:
-    """The shape and type of an op's input; None for an op of weights alone."""
-    if relation.x_var is None:
-        return None
-    return jax.ShapeDtypeStruct(relation.x_var.aval.shape, relation.x_var.aval.dtype)
-
-
 def split_planes(value: jax.Array, width: int) -> list[jax.Array]:
     """The planes of a state's value; ``width`` is the length of its state axis, 0 without one."""
     return [value[..., plane] for plane in range(width)] if width else [value]
@@ -288,11 +266,6 @@ def group_planes(
     for v, width in zip(variables, group.widths, strict=True):
         planes += split_planes(values[v], width) if v in values else [None] * (width or 1)
     return tuple(planes)
-
-
-def group_plane(group: HiddenGroup) -> jax.ShapeDtypeStruct:
-    """The shape and type of one plane of a group."""
-    return jax.ShapeDtypeStruct(group.varshape, group.hidden_invars[0].aval.dtype)
 
 
 def sum_middle(value: jax.Array, ndim: int) -> jax.Array:

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_pytree_node_class
 
-__all__ = ['MultiStepData', 'SingleStepData', 'has_multi_step_data', 'single_step', 'split_window']
+__all__ = [
+    'MultiStepData',
+    'SingleStepData',
+    'chunk_length',
+    'has_multi_step_data',
+    'single_step',
+    'split_chunk',
+]
 
 
 class _InputData:
@@ -79,7 +86,7 @@ def single_step(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return _map_marked(first, args)
 
 
-def split_window(
+def split_chunk(
     args: tuple[Any, ...],
 ) -> tuple[list[Any], Callable[[list[Any]], tuple[Any, ...]]]:
     """The sequences among the arguments, and a function from their slices to a step's arguments.
@@ -103,3 +110,9 @@ def split_window(
         return single_step(jax.tree.unflatten(tree, filled))
 
     return sequences, at_step
+
+
+def chunk_length(args: tuple[Any, ...]) -> int:
+    """The number of steps of the sequences among the arguments."""
+    sequences, _ = split_chunk(args)
+    return int(jnp.shape(jax.tree.leaves(sequences)[0])[0])

@@ -4,22 +4,21 @@ e_t[s] = D_t[s,q] e_{t-1}[q] + f_t[s] (x) x_t
 g_t    = c_t (x) x_t + (L_t[s] D_t[s,q] + R_t[q]) e_{t-1}[q]
        = (c_t - L_t[s] f_t[s]) (x) x_t + L_t[s] e_t[s] + R_t[q] e_{t-1}[q]
 
-Where ``D[s,q]`` and ``f[s]`` are one number at all positions, as those of a synapse with one time
-constant, ``e[s]`` is the same for all outputs of an op, and is kept once: it is *narrow*. Kernels
-take whole planes.
+Where ``D[s,q]`` and ``f[s]`` are uniform, as those of a synapse with one time constant, ``e[s]`` is
+the same for all outputs of an op, and is kept once. Kernels take whole planes.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..compiler import ETraceGraph, HiddenGroup, HiddenParamOpRelation
+from ..compiler import ETraceGraph, HiddenParamOpRelation
 from ..errors import NotSupportedError
 from ..kernels.adjoint_scan import adjoint_scan
 from ..kernels.dispatch import PLAIN, Backend
@@ -27,13 +26,35 @@ from ..kernels.planes import Plane, add, read_trace, times
 from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
 from ..op import TraceRules
-from .factors import Entry, Factors, Signals, Values, group_plane, places_of, sum_middle, x_shape
+from .engine import FactorTransform, Steps
+from .factors import Entry, Factors, GroupPlanes, Signals, sum_middle
 from .gradient import GradientSum, slopes_of
+from .links import Link, group_plane, links_of, links_to, x_shape
+from .trace_planes import direct_ops, trace_planes
 
 __all__ = ['MaterializedEngine']
 
-Trace = tuple[tuple[tuple[Any, ...], ...], ...]
-"""Per relation, group and plane, the op's trace; None for planes that are not kept."""
+Trace = tuple[tuple[Any, ...], ...]
+"""Per link and plane, the op's trace; None for planes that are not kept."""
+
+
+class Adjoint(NamedTuple):
+    """What the reverse scans over a window leave.
+
+    Attributes
+    ----------
+    w : list of Plane
+        Per op, the cotangent of its output by all steps of the window.
+    u : dict
+        By link, what makes the trace at the end of the window out of inputs.
+    P, nu : dict
+        By group, what makes it out of the trace at the entry, and the cotangent of the latter.
+    """
+
+    w: list[Plane]
+    u: dict[int, Any]
+    P: dict[int, Any]
+    nu: dict[int, Any]
 
 
 class MaterializedEngine:
@@ -45,10 +66,10 @@ class MaterializedEngine:
         The compiled model.
     trace_dtype : dtype, optional
         The type in which traces are stored; that of the factors by default.
-    windows : bool
-        Whether the gradient of windows is asked for: it reads every plane at the window's entry.
-    filtered : bool
-        Whether every group has its planes a second time, filtered.
+    chunks : bool
+        Whether chunks of steps are differentiated in full: that reads every plane at their entry.
+    transform : FactorTransform, optional
+        What makes of the model's factors those of another recurrence, such as a :class:`Filter`.
     stochastic : bool
         Whether traces in bfloat16 are rounded at random, with the right mean.
     backend : Backend
@@ -56,60 +77,256 @@ class MaterializedEngine:
     """
 
     is_small = False
-    restarts = True
 
     def __init__(
         self,
         graph: ETraceGraph,
         trace_dtype: Any = None,
-        windows: bool = False,
-        filtered: bool = False,
+        chunks: bool = False,
+        transform: FactorTransform | None = None,
         stochastic: bool = False,
         backend: Backend = PLAIN,
     ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
+        self.transform = transform
         self.stochastic = stochastic
         self.backend = backend
         self.relations = list(graph.hidden_param_op_relations)
-        self.passes = bypasses(graph)  # and not by way of states alone
-        self.bypasses = [True] * len(self.relations) if windows else self.passes
-        self.alive, self.kept = (
-            [
-                [
-                    kept_planes(graph, group.index, f, every)
-                    + (kept_planes(graph, group.index, f, True) if filtered else [])
-                    for group, f in _reached(relation)
-                ]
-                for relation in self.relations
-            ]
-            for every in (True, windows)
-        )
-        for relation, kept in zip(self.relations, self.kept, strict=True):
-            if relation.primitive.trace_rules is None:  # it may be learned in fresh windows
-                kept[:] = [[False] * len(planes) for planes in kept]
+        self.links = links_of(graph)
+        self.direct = direct_ops(graph)
+        self.reads_entry = chunks
+        copies = 1 if transform is None else transform.copies
+        self.planes = [trace_planes(graph, link, chunks, copies) for link in self.links]
         # Kernels take planes of one shape, and every element draws its own random bits.
-        self.narrows = backend.name == 'jax' and not stochastic
+        self.compresses = backend.name == 'jax' and not stochastic
 
-    @cached_property
-    def _even(self) -> list[list[list[bool]]]:
-        """Per relation, group and plane, whether the trace is the same for all outputs."""
-        return [
-            [
-                even_planes(self.graph, relation, group, alive)
-                for group, alive in zip(relation.hidden_groups, groups, strict=True)
-            ]
-            for relation, groups in zip(self.relations, self.alive, strict=True)
+    def refuses_windows(self) -> str | None:
+        """Weights that vary in time are refused: they cannot be pulled back once per window."""
+        return varying_weights(self.relations)
+
+    def refuses_restarts(self) -> None:
+        """Nothing is refused."""
+
+    def trace_shape(self) -> Trace:
+        """The shapes and types of the trace."""
+        return self._trace_shape(self.compresses)
+
+    def stored_shapes(self) -> list[Trace]:
+        """Those of all traces that :meth:`fit` takes, of this backend or another."""
+        return [self._trace_shape(compressed) for compressed in (False, True)]
+
+    def fit(self, trace: Trace) -> Trace:
+        """A trace of another backend in the form of this one."""
+        return jax.tree.map(_with_outputs, trace, self.trace_shape())
+
+    def advance(self, step: Steps) -> Trace:
+        """The trace after a step."""
+        self._check_rules()
+        entry, factors = _entry(step), self._factors(step.factors)
+        new = []
+        for link in self.links:
+            slopes = slopes_of(link.relation, step.params, factors.varying[link.op])
+            planes, _ = trace_step(
+                bound_rules(link.relation, slopes),
+                factors.x[link.op],
+                self._compressed(link, factors.D[link.group.index]),
+                self._compressed(link, factors.f[link.index]),
+                entry.trace[link.index],
+                seed=self._seed(step.elapsed, link),
+                live=entry.live,
+                backend=self.backend,
+            )
+            new.append(planes)
+        return tuple(new)
+
+    def gradients(self, total: GradientSum, step: Steps, trace: Trace) -> None:
+        """Add the gradient of a step; ``trace`` is the one after it.
+
+        It is read off that one, ``g = (c - L f) (x) x + L e_t``, so that the one before can be
+        overwritten; or off the one before, if that after lacks something.
+        """
+        entry, factors = _entry(step), self._factors(step.factors)
+        signals = self._signals(step.signals)
+        in_trace: list[list[Plane]] = [[] for _ in self.relations]
+        elsewhere = [
+            self.reads_entry or direct or not relation.is_static
+            for direct, relation in zip(self.direct, self.relations, strict=True)
         ]
+        for link in self.links:
+            rules = bound_rules(link.relation)
+            L, R = signals.L[link.group.index], signals.R[link.group.index]
+            if self._is_whole(link, L, R):
+                read = read_trace(rules, L, trace[link.index])
+                in_trace[link.op] += map(times, L, factors.f[link.index])
+            else:
+                elsewhere[link.op] = True
+                past = signals_before(factors.D[link.group.index], L, R)
+                read = read_trace(rules, past, entry.trace[link.index], live=entry.live)
+            total.add_past(link.op, read)
+        for op, counted in enumerate(in_trace):
+            if elsewhere[op]:  # otherwise the trace holds all that the op does
+                total.add_present(op, factors, signals.c[op], add(counted))
 
-    def _cut(self, r: int, place: int, rows: Sequence[Any]) -> list[Any]:
-        """What makes the planes of a trace, per plane, of one output where they are narrow."""
-        if not self.narrows:
+    def entry_gradients(
+        self, total: GradientSum, entry: Entry, signals: GroupPlanes, elapsed: jax.Array
+    ) -> None:
+        """Add ``signals[g][q] . e[q]``: cotangents of the states to which the trace belongs."""
+        signals = signals if self.transform is None else self.transform.planes(signals)
+        for link in self.links:
+            planes, old = signals[link.group.index], entry.trace[link.index]
+            read = read_trace(bound_rules(link.relation), planes, old, live=entry.live)
+            total.add_past(link.op, read)
+
+    def window(
+        self, total: GradientSum | None, steps: Steps, overwrite: bool = True
+    ) -> Trace | None:
+        """Add the gradient of K steps at once, and carry the trace past them.
+
+        Without signals there is no gradient. All weights must be static.
+        """
+        factors = self._factors(steps.factors, (1,))
+        signals = None if steps.signals is None else self._signals(steps.signals)
+        carries = steps.entry is not None
+        if carries:
+            self._check_rules()
+        adjoint = self._adjoint(factors, signals, carries)
+        if carries:
+            return self._carry(total, adjoint, factors, steps, overwrite)
+        if total is not None:
+            for op, w in enumerate(adjoint.w):
+                total.add_product(op, factors.x[op], w, leading_axes=1)
+        return None
+
+    def trace_of(self, trace: Trace, ops: list[int]) -> dict[tuple[int, int], Any]:
+        """The traces of some ops, by op and group, with all outputs; filtered planes come last."""
+        whole = jax.tree.map(_with_outputs, trace, self._trace_shape(False))
+        return {
+            (link.op, link.group.index): planes
+            for link, planes in zip(self.links, whole, strict=True)
+            if link.op in ops
+        }
+
+    def _adjoint(self, factors: Factors, signals: Signals | None, carries: bool) -> Adjoint:
+        """Scan every group backwards, from the last step of a window to its first."""
+        # What the loss says of an op in its step, until the scan of a group takes it along.
+        pending: list[Plane] = [None] * len(self.relations)
+        if signals is not None:
+            pending = [c if d else None for c, d in zip(signals.c, self.direct, strict=True)]
+        past: list[list[Plane]] = [[] for _ in self.relations]
+        adjoint = Adjoint(pending, {}, {}, {})
+        for group in self.graph.hidden_groups:
+            links = links_to(self.links, group)
+            if not links:
+                continue
+            own = [_taken(pending, link) for link in links]
+            scanned = adjoint_scan(
+                factors.D[group.index],
+                [factors.f[link.index] for link in links],
+                None if signals is None else signals.L[group.index],
+                None if signals is None else signals.R[group.index],
+                c=None if signals is None else own,
+                within=[not self.direct[link.op] for link in links],
+                carry=carries,
+                backend=self.backend,
+            )
+            adjoint.P[group.index], adjoint.nu[group.index] = scanned.P, scanned.nu
+            for place, link in enumerate(links):
+                past[link.op].append(scanned.w[place])
+                adjoint.u[link.index] = scanned.u[place] if carries else None
+        if signals is None:
+            return adjoint
+        return adjoint._replace(w=[*map(_total_cotangent, pending, past, signals.c)])
+
+    def _carry(
+        self,
+        total: GradientSum | None,
+        adjoint: Adjoint,
+        factors: Factors,
+        steps: Steps,
+        overwrite: bool,
+    ) -> Trace:
+        """Read the gradient off the trace at the entry of a window, and carry it to the exit."""
+        entry = _entry(steps)
+        new = []
+        for link in self.links:
+            w, product = None, None
+            if link.is_first and total is not None:
+                w = adjoint.w[link.op]
+                if w is not None:
+                    product = total.product(link.op, factors.x[link.op], w, leading_axes=1)
+            planes, read = trace_carry(
+                bound_rules(link.relation),
+                factors.x[link.op],
+                self._compressed(link, adjoint.P[link.group.index]),
+                self._compressed(link, adjoint.u[link.index]),
+                entry.trace[link.index],
+                adjoint.nu[link.group.index],
+                seed=self._seed(steps.elapsed, link),
+                live=entry.live,
+                w=w,
+                total=product,
+                overwrite=overwrite,
+                backend=self.backend,
+            )
+            new.append(planes)
+            if total is not None:
+                total.add_past(link.op, read)
+        return tuple(new)
+
+    def _factors(self, factors: Factors, leading: tuple[int, ...] = ()) -> Factors:
+        return factors if self.transform is None else self.transform.factors(factors, leading)
+
+    def _signals(self, signals: Signals | None) -> Signals:
+        if signals is None:
+            raise ValueError('There are no signals, without which there is no gradient.')
+        if self.transform is None:
+            return signals
+        planes = self.transform.planes
+        return signals._replace(L=planes(signals.L), R=planes(signals.R))
+
+    def _is_whole(self, link: Link, L: Sequence[Plane], R: Sequence[Plane]) -> bool:
+        """Whether the trace after a step holds all that the loss of the step reads of the past."""
+        planes = self.planes[link.index]
+        lacks = zip(L, planes.alive, planes.kept, strict=True)
+        return all(plane is None for plane in R) and not any(
+            plane is not None and alive and not kept for plane, alive, kept in lacks
+        )
+
+    def _compressed(self, link: Link, rows: Sequence[Any]) -> list[Any]:
+        """What makes the planes of a trace, per plane, for one output where they are uniform."""
+        if not self.compresses:
             return list(rows)
         return [
-            jax.tree.map(_first_output, row) if even else row
-            for row, even in zip(rows, self._even[r][place], strict=True)
+            jax.tree.map(_first_output, row) if uniform else row
+            for row, uniform in zip(rows, self.planes[link.index].uniform, strict=True)
         ]
+
+    def _trace_shape(self, compressed: bool) -> Trace:
+        return tuple(
+            tuple(
+                self._plane_shape(link, compressed and uniform) if kept else None
+                for kept, uniform in zip(planes.kept, planes.uniform, strict=True)
+            )
+            for link, planes in zip(self.links, self.planes, strict=True)
+        )
+
+    def _plane_shape(self, link: Link, compressed: bool) -> Any:
+        """The shapes of one plane of a link's trace."""
+        plane, relation = group_plane(link.group), link.relation
+        if compressed:
+            plane = plane.update(shape=(*plane.shape[:-1], 1))
+        shapes = jax.eval_shape(bound_rules(relation).outer, x_shape(relation), plane)
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, self.trace_dtype or a.dtype), shapes
+        )
+
+    def _seed(self, step: jax.Array, link: Link) -> jax.Array | None:
+        """A number for each time that a trace is written."""
+        if not self.stochastic:
+            return None
+        groups = len(self.graph.hidden_groups)
+        return step * (len(self.relations) * groups) + link.op * groups + link.group.index
 
     def _check_rules(self) -> None:
         for relation in self.relations:
@@ -121,214 +338,26 @@ class MaterializedEngine:
                     'with all steps in one window.'
                 )
 
-    def trace_shape(self) -> Trace:
-        """The shapes and types of the trace."""
-        return self._trace_shape(self.narrows)
 
-    def stored_shapes(self) -> list[Trace]:
-        """Those of all traces that :meth:`fit` takes, of this backend or another."""
-        return [self._trace_shape(narrows) for narrows in (False, True)]
-
-    def fit(self, trace: Trace) -> Trace:
-        """A trace of another backend in the form of this one."""
-        return jax.tree.map(_with_outputs, trace, self.trace_shape())
-
-    def _trace_shape(self, narrows: bool) -> Trace:
-        def shape(r: int, group: HiddenGroup, narrow: bool) -> Any:
-            relation = self.relations[r]
-            plane = group_plane(group)
-            if narrow:
-                plane = plane.update(shape=(*plane.shape[:-1], 1))
-            outer = partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
-            shapes = jax.eval_shape(outer, x_shape(relation), plane)
-            return jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct(a.shape, self.trace_dtype or a.dtype), shapes
-            )
-
-        return tuple(
-            tuple(
-                tuple(
-                    shape(r, group, narrows and self._even[r][place][s]) if kept else None
-                    for s, kept in enumerate(self.kept[r][place])
-                )
-                for place, group in enumerate(relation.hidden_groups)
-            )
-            for r, relation in enumerate(self.relations)
-        )
-
-    def advance(self, entry: Entry, factors: Factors, params: Values, step: jax.Array) -> Trace:
-        """The trace after a step."""
-        self._check_rules()
-        new = []
-        for r, relation in enumerate(self.relations):
-            rules = bound_rules(relation, slopes_of(relation, params, factors.varying[r]))
-            groups = []
-            for place, group in enumerate(relation.hidden_groups):
-                planes, _ = trace_step(
-                    rules,
-                    factors.x[r],
-                    self._cut(r, place, factors.D[group.index]),
-                    self._cut(r, place, factors.f[r][place]),
-                    entry.trace[r][place],
-                    seed=self._seed(step, r, group.index),
-                    live=entry.live,
-                    backend=self.backend,
-                )
-                groups.append(planes)
-            new.append(tuple(groups))
-        return tuple(new)
-
-    def gradients(
-        self,
-        total: GradientSum,
-        entry: Entry,
-        trace: Trace,
-        factors: Factors,
-        signals: Signals,
-        step: jax.Array,
-    ) -> None:
-        """Add the gradient of a step, given the traces before and after it.
-
-        It is read off the trace after the step, ``g = (c - L f) (x) x + L e_t``, so that the one
-        before can be overwritten; or off the one before, if that after lacks something.
-        """
-        for r, relation in enumerate(self.relations):
-            in_trace: list[Plane] = []
-            elsewhere = self.bypasses[r] or not relation.is_static
-            for place, group in enumerate(relation.hidden_groups):
-                L, R = signals.L[group.index], signals.R[group.index]
-                if self._is_whole(r, place, L, R):
-                    read = read_trace(bound_rules(relation), L, trace[r][place])
-                    in_trace += map(times, L, factors.f[r][place])
-                else:
-                    elsewhere = True
-                    past, old = signals_before(factors.D[group.index], L, R), entry.trace[r][place]
-                    read = read_trace(bound_rules(relation), past, old, live=entry.live)
-                total.add_past(r, read)
-            if elsewhere:  # otherwise the trace holds all that the op does
-                total.add_present(r, factors, signals.c[r], add(in_trace))
-
-    def _is_whole(self, r: int, place: int, L: Sequence[Plane], R: Sequence[Plane]) -> bool:
-        """Whether the trace after a step holds all that the loss of the step reads of the past."""
-        lacks = zip(L, self.alive[r][place], self.kept[r][place], strict=True)
-        return all(plane is None for plane in R) and not any(
-            plane is not None and alive and not kept for plane, alive, kept in lacks
-        )
-
-    def entry_gradients(
-        self,
-        total: GradientSum,
-        entry: Entry,
-        signals: Sequence[Sequence[Plane]],
-        step: jax.Array,
-    ) -> None:
-        """Add ``signals[g][q] . e[q]``, for cotangents of the states to which the trace belongs."""
-        for r, relation in enumerate(self.relations):
-            for place, group in enumerate(relation.hidden_groups):
-                planes, old = signals[group.index], entry.trace[r][place]
-                read = read_trace(bound_rules(relation), planes, old, live=entry.live)
-                total.add_past(r, read)
-
-    def window(
-        self,
-        total: GradientSum | None,
-        entry: Entry | None,
-        factors: Factors,
-        signals: Signals | None,
-        step: jax.Array,
-        overwrite: bool = True,
-    ) -> Trace | None:
-        """Add the gradient of K steps at once, and carry the trace past them.
-
-        ``factors`` and ``signals`` have a leading axis of steps; without ``signals`` there is no
-        gradient. ``entry`` is the trace before the first step; the one after the last is returned.
-        Without it, the trace is zero before and not wanted after. All weights must be static.
-        ``overwrite`` says whether nobody else wants the trace at the entry.
-        """
-        if entry is not None:
-            self._check_rules()
-        backs: list[list[Plane]] = [[] for _ in self.relations]
-        left: list[Plane] = []  # what the loss says of an op in its step, in no walk so far
-        if signals is not None:
-            left = [c if p else None for c, p in zip(signals.c, self.passes, strict=True)]
-        walks: dict[tuple[int, int], Any] = {}
-        for group in self.graph.hidden_groups:
-            feeding = places_of(self.relations, group)
-            if not feeding:
-                continue
-            own: list[Plane] = [None] * len(feeding)
-            for k, (r, _) in enumerate(feeding):
-                if left and _is_window_of(group, left[r]):
-                    own[k], left[r] = left[r], None
-            found = adjoint_scan(
-                factors.D[group.index],
-                [factors.f[r][place] for r, place in feeding],
-                None if signals is None else signals.L[group.index],
-                None if signals is None else signals.R[group.index],
-                c=None if signals is None else own,
-                within=[not self.passes[r] for r, _ in feeding],
-                carry=entry is not None,
-                backend=self.backend,
-            )
-            for k, (r, place) in enumerate(feeding):
-                backs[r].append(found.w[k])
-                walks[r, place] = found, k
-        new: list[list[Any]] = [[] for _ in self.relations]
-        for r, relation in enumerate(self.relations):
-            w: Plane = None
-            if total is not None and signals is not None:
-                back = add(backs[r])
-                past = None if back is None else sum_middle(back, signals.c[r].ndim)
-                w = add([left[r], past])
-            if entry is None:
-                if total is not None:
-                    total.add_product(r, factors.x[r], w, leading_axes=1)
-                continue
-            grads: Any = None
-            if total is not None and w is not None:
-                grads = total.product(r, factors.x[r], w, leading_axes=1)
-            for place, group in enumerate(relation.hidden_groups):
-                found, k = walks[r, place]
-                planes, read = trace_carry(
-                    bound_rules(relation),
-                    factors.x[r],
-                    self._cut(r, place, found.P),
-                    self._cut(r, place, found.u[k]),
-                    entry.trace[r][place],
-                    found.nu,
-                    seed=self._seed(step, r, group.index),
-                    live=entry.live,
-                    w=w if place == 0 else None,
-                    total=grads if place == 0 else None,
-                    overwrite=overwrite,
-                    backend=self.backend,
-                )
-                new[r].append(planes)
-                if total is not None:
-                    total.add_past(r, read)
-        return None if entry is None else tuple(map(tuple, new))
-
-    def _seed(self, step: jax.Array, relation: int, group: int) -> jax.Array | None:
-        """A number for each time that a trace is written."""
-        if not self.stochastic:
-            return None
-        traces = len(self.relations) * len(self.graph.hidden_groups)
-        return step * traces + relation * len(self.graph.hidden_groups) + group
-
-    def trace_of(self, trace: Trace, relations: list[int]) -> dict[tuple[int, int], Any]:
-        """The traces of some relations, by relation and group, with all outputs."""
-        whole = jax.tree.map(_with_outputs, trace, self._trace_shape(False))
-        return {
-            (r, group.index): planes
-            for r in relations
-            for group, planes in zip(self.relations[r].hidden_groups, whole[r], strict=True)
-        }
+def _entry(steps: Steps) -> Entry:
+    if steps.entry is None:
+        raise ValueError('There is no trace at the entry.')
+    return steps.entry
 
 
-def _is_window_of(group: HiddenGroup, c: Plane) -> bool:
-    """Whether ``c`` is there, and its steps are like the planes of a group."""
-    plane = group_plane(group)
-    return c is not None and (c.shape[1:], c.dtype) == (plane.shape, plane.dtype)
+def _taken(pending: list[Plane], link: Link) -> Plane:
+    """What is pending of an op, if it is shaped like the planes of the group; then it is taken."""
+    c, plane = pending[link.op], group_plane(link.group)
+    if c is None or (c.shape[1:], c.dtype) != (plane.shape, plane.dtype):
+        return None
+    pending[link.op] = None
+    return c
+
+
+def _total_cotangent(pending: Plane, past: Sequence[Plane], c: jax.Array) -> Plane:
+    """The cotangent of an op's output, shaped like ``c``, from what each group says of it."""
+    by_groups = add(past)
+    return add([pending, None if by_groups is None else sum_middle(by_groups, c.ndim)])
 
 
 def signals_before(
@@ -361,49 +390,12 @@ def bound_rules(
     )
 
 
-def bypasses(graph: ETraceGraph) -> Sequence[bool]:
-    """Per relation, whether its op reaches the loss other than by hidden states."""
-    perturb = graph.exit_perturb
-    return [True] * len(graph.hidden_param_op_relations) if perturb is None else perturb.y_bypasses
-
-
-def kept_planes(
-    graph: ETraceGraph, group: int, f_pattern: Sequence[bool], windows: bool
-) -> list[bool]:
-    """Which planes of a trace can be non-zero and are read again."""
-    pattern = graph.hidden_groups[group].pattern
-    alive = list(f_pattern)
-    for _ in pattern:
-        alive = [a or any(map(_both, row, alive)) for a, row in zip(alive, pattern, strict=True)]
-    if windows:
-        return alive
-    bypassed = set() if graph.exit_perturb is None else set(graph.exit_perturb.bypass_invars)
-    owner = graph.hidden_groups[group]
-    read_past = [
-        old in bypassed
-        for old, width in zip(owner.hidden_invars, owner.widths, strict=True)
-        for _ in range(width or 1)
-    ]
-    read = [any(column) for column in zip(*pattern, strict=True)]
-    return [a and (r or p) for a, r, p in zip(alive, read, read_past, strict=True)]
-
-
-def even_planes(
-    graph: ETraceGraph, relation: HiddenParamOpRelation, group: HiddenGroup, alive: Sequence[bool]
-) -> list[bool]:
-    """Which planes of a trace are the same for all outputs of an op."""
-    rules, shape = relation.primitive.trace_rules, group.varshape
-    is_outer = rules is not None and rules.is_outer and relation.is_static
-    if not is_outer or relation.y_var.aval.shape != shape or shape[-1] == 1:
-        return [False] * len(alive)
-    even = graph.transitions[group.index].even
-    for _ in even:
-        uneven = [a and not e for a, e in zip(alive, even, strict=False)]
-        even = [
-            own and not any(map(_both, row, uneven))
-            for own, row in zip(even, group.pattern, strict=True)
-        ]
-    return even * (len(alive) // len(even))  # a filter's planes are like those that it filters
+def varying_weights(relations: Sequence[HiddenParamOpRelation]) -> str | None:
+    """Which weight varies in time, if one does, and where it is used."""
+    for relation in relations:
+        if not relation.is_static:
+            return f'{relation.source}: the weight {relation.path} varies in time'
+    return None
 
 
 def _first_output(plane: jax.Array) -> jax.Array:
@@ -415,11 +407,3 @@ def _with_outputs(a: jax.Array, like: Any) -> jax.Array:
     if a.shape == like.shape:
         return a
     return jnp.broadcast_to(a[..., : like.shape[-1]], like.shape)
-
-
-def _both(a: bool, b: bool) -> bool:
-    return a and b
-
-
-def _reached(relation: HiddenParamOpRelation) -> list[tuple[Any, Sequence[bool]]]:
-    return list(zip(relation.hidden_groups, relation.f_patterns, strict=True))

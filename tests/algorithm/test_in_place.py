@@ -45,7 +45,7 @@ def temporaries(build, narrow=False, **options):
     learner = braintrace.D_RTRL(model := TwoPlanes(narrow))
     brainstate.nn.init_all_states(model, batch_size=BATCH)
     learner.compile_graph(jnp.ones((BATCH, INPUTS)))
-    widths = [plane['weight'].shape[-1] for plane in learner.trace.value[0][0]]
+    widths = [plane['weight'].shape[-1] for plane in learner.trace.value[0]]
     assert widths == [1 if narrow else SIZE, SIZE]
     program = build(learner, jnp.ones((8, BATCH, INPUTS)), step_fn=loss, **options)
     return program.memory['temp_bytes'] / TRACE

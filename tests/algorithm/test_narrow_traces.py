@@ -28,7 +28,7 @@ NARROW = {
 
 
 def keep_whole_planes(learner):
-    getattr(learner.engine, 'engine', learner.engine).narrows = False
+    learner.engine.compresses = False
     learner.init_etrace_state()
 
 
@@ -36,7 +36,7 @@ def keep_whole_planes(learner):
 def test_planes_are_narrow_where_one_number_moves_all_neurons(name):
     learner = learning(MODELS[name], 'd_rtrl').learner
     assert learner.graph.transitions[0].even == NARROW[name]
-    widths = [None if e is None else e['weight'].shape[-1] for e in learner.trace.value[0][0]]
+    widths = [None if e is None else e['weight'].shape[-1] for e in learner.trace.value[0]]
     size = learner.graph.hidden_groups[0].varshape[-1]
     for width, narrow in zip(widths, NARROW[name], strict=True):
         assert width in (None, 1 if narrow else size)

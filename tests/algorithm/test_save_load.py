@@ -20,6 +20,7 @@ import pytest
 import saiunit as u
 
 import braintrace_fast as btf
+from tests.algorithm import old_files
 from tests.algorithm.learning import add_trees, begin, check, learning, step_loss
 from tests.models import MODELS
 
@@ -277,8 +278,8 @@ def rewritten(path, change):
 def test_a_newer_format_is_refused(tmp_path):
     learner = new_learner()
     learner.save(tmp_path / 'a')
-    rewritten(tmp_path / 'a', lambda meta: meta.update(format_version=2))
-    refused(learner, tmp_path / 'a', 'format version 2')
+    rewritten(tmp_path / 'a', lambda meta: meta.update(format_version=3))
+    refused(learner, tmp_path / 'a', 'format version 3')
 
 
 BAD = {
@@ -509,3 +510,19 @@ def test_a_recording_in_pieces_with_files_between_gives_the_gradient_of_one_call
     check(add_trees(found), whole, rtol=1e-10)
     for a, b in zip(everything(learner), end, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize('rule', old_files.RULES)
+def test_files_of_format_version_1_are_read(rule, tmp_path):
+    learner = old_files.begun(rule)
+    learner.reset_state()
+    shapes = {path: jnp.zeros_like(state.value) for path, state in learner.param_states.items()}
+    expected = {path: brainstate.ShortTermState(zero) for path, zero in shapes.items()}
+    by_name = {'/'.join(path): state for path, state in expected.items()}
+    learner.load(old_files.FILES / f'{rule}_version_1.npz', {'expected': by_name})
+    learner.save(tmp_path / 'new', {'expected': by_name})
+    for file in (old_files.FILES / f'{rule}_version_1.npz', tmp_path / 'new'):
+        learner.load(file, {'expected': by_name})
+        for path, gradient in old_files.continued(learner).items():
+            np.testing.assert_allclose(gradient, expected[path].value, rtol=1e-5, atol=1e-6)
+            assert np.abs(gradient).max() > 0.1

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import gate
-from braintrace_fast.algorithm import sequence
+from braintrace_fast.driver import windows
 
 SIZES = dict(inputs=6, size=10, outputs=3, steps=12, batch=2)
 
@@ -21,13 +21,13 @@ def test_the_same_engine_passes():
 
 def test_an_engine_that_touches_the_trace_in_every_step_fails(monkeypatch):
     recorded = count()
-    plan = sequence.plan_windows
+    plan = windows.plan_windows
 
     @functools.wraps(plan)
     def slow(window, inputs, args, every, *others, **options):
         return plan(window, inputs, args, 1, *others, **options)
 
-    monkeypatch.setattr(sequence, 'plan_windows', slow)
+    monkeypatch.setattr(windows, 'plan_windows', slow)
     problems = gate.compare_work(count(), recorded)
     assert any('gru: bytes' in problem for problem in problems)
     assert any('gru: ops' in problem for problem in problems)
@@ -35,7 +35,7 @@ def test_an_engine_that_touches_the_trace_in_every_step_fails(monkeypatch):
 
 def test_an_engine_that_multiplies_twice_fails(monkeypatch):
     recorded = count()
-    loop = sequence.StatefulLoop.__call__
+    loop = windows.StatefulLoop.__call__
 
     def slow(self, inputs, show=None):
         import jax
@@ -46,7 +46,7 @@ def test_an_engine_that_multiplies_twice_fails(monkeypatch):
         extra = sum(jax.tree.leaves(noise))
         return (outputs, (factors, signals)), jax.tree.map(lambda g: g + extra, grads)
 
-    monkeypatch.setattr(sequence.StatefulLoop, '__call__', slow)
+    monkeypatch.setattr(windows.StatefulLoop, '__call__', slow)
     assert any('gru: flops' in problem for problem in gate.compare_work(count(), recorded))
 
 

@@ -37,10 +37,12 @@ def test_c_is_f_times_l_unless_something_bypasses_the_states(case, x64):
         return factors, runner.signals(vjp, cotangents)[2]
 
     factors, signals = factors_and_signals()
+    links = executor.runner.links
     for r, relation in enumerate(executor.graph.hidden_param_op_relations):
         c, expected = signals.c[r], jnp.zeros(())
-        for group, f in zip(relation.hidden_groups, factors.f[r], strict=True):
-            for plane, signal in zip(f, signals.L[group.index], strict=True):
+        for link in (link for link in links if link.op == r):
+            reached = zip(factors.f[link.index], signals.L[link.group.index], strict=True)
+            for plane, signal in reached:
                 if plane is not None and signal is not None:
                     expected = expected + plane * signal
         expected = expected.sum(tuple(range(expected.ndim - c.ndim)))

@@ -1,0 +1,24 @@
+"""Runs compiled steps with an engine: by step, in chunks, and in windows over sequences."""
+
+from .chunk import needs_multi_step, run_chunk
+from .driver import Driver, Recorded, Rule, StepInputs
+from .kernel_choices import kernel_choices
+from .restart import restart
+from .step_call import ChunkInside, EnvironmentChanged, StepCall
+from .windows import Driven, WindowRequest
+
+__all__ = [
+    'ChunkInside',
+    'Driven',
+    'Driver',
+    'EnvironmentChanged',
+    'Recorded',
+    'Rule',
+    'StepCall',
+    'StepInputs',
+    'WindowRequest',
+    'kernel_choices',
+    'needs_multi_step',
+    'restart',
+    'run_chunk',
+]

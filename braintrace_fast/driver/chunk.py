@@ -1,0 +1,118 @@
+"""A chunk of steps that is differentiated in full, and by the trace at its entry."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._compat import source_line
+from ..compiler import ETraceGraph
+from ..compiler.control_flow import has_while
+from ..errors import NotSupportedError
+from ..runtime.asked import Cut, define_vjp
+from ..runtime.engine import Steps, Trace
+from ..runtime.factors import Entry, Factors, Values, kept
+from ..runtime.gradient import GradientSum
+from ..runtime.input_data import chunk_length, has_multi_step_data, split_chunk
+from .driver import NO_COTANGENTS, Driver, Results, StepInputs
+
+__all__ = ['needs_multi_step', 'run_chunk']
+
+
+def run_chunk(driver: Driver, inputs: StepInputs, vjp_method: str) -> tuple[Results, Trace]:
+    """Run a chunk of steps, given as :class:`MultiStepData`, or one step as a chunk of its own.
+
+    Its backward pass differentiates the steps in full, with ``vjp_method='multi-step'``; what came
+    before counts by the trace.
+    """
+
+    def run(inputs: StepInputs) -> tuple[Results, Trace]:
+        if has_multi_step_data(inputs.args):
+            return _run_steps(driver, inputs)
+        return driver.advance(inputs)
+
+    def forward(cut: Cut, inputs: StepInputs) -> Any:
+        if vjp_method != 'multi-step':
+            raise NotImplementedError(needs_multi_step(vjp_method))
+
+        def main(args: Any, params: Values, hidden: Values) -> Any:
+            return run(inputs._replace(args=cut(args), params=params, hidden=hidden))
+
+        results, vjp, trace = jax.vjp(main, inputs.args, inputs.params, inputs.hidden, has_aux=True)
+        read = inputs._replace(args=None, hidden={}, others={}, modulator=None)
+        return (results, trace), (read, vjp)
+
+    def backward(residuals: Any, cotangents: Any) -> StepInputs:
+        inputs, vjp = residuals
+        with _named_loops(driver.graph):
+            ct_args, ct_params, ct_hidden = vjp(cotangents[0])
+        total = GradientSum(driver.graph, inputs.params, ct_params)
+        planes = driver.rule.entry_signals(driver.executor.runner.entry_planes(ct_hidden))
+        if inputs.keep is not None:
+            planes = kept(planes, inputs.keep)
+        driver.engine.entry_gradients(total, inputs.entry, planes, inputs.elapsed - 1)
+        return NO_COTANGENTS._replace(args=ct_args, params=total.result())
+
+    chunk = jax.custom_vjp(run)
+    define_vjp(chunk, forward, backward, lambda operand: operand.args)
+    return chunk(inputs)
+
+
+def _run_steps(driver: Driver, inputs: StepInputs) -> tuple[Results, Trace]:
+    sequences, at_step = split_chunk(inputs.args)
+    runner, params = driver.executor.runner, inputs.params
+
+    def body(carry: Any, slices: Any) -> Any:
+        hidden, others = carry
+        out, hidden, others, factors = runner.run(at_step(slices), params, hidden, others)
+        return (hidden, others), (out, factors)
+
+    carry = inputs.hidden, inputs.others
+    (hidden, others), (out, factors) = lax.scan(body, carry, sequences)
+    if inputs.keep is not None:
+        later = jnp.ones((chunk_length(inputs.args) - 1, *inputs.keep.shape), bool)
+        factors = factors.after_restart(jnp.concatenate([inputs.keep[None], later]))
+    return (out, hidden, others), _carried(driver, inputs, factors)
+
+
+def _carried(driver: Driver, inputs: StepInputs, factors: Factors) -> Trace:
+    """The trace after a chunk: at once, or step by step if the engine knows no windows."""
+    params = lax.stop_gradient(inputs.params)
+    steps = Steps(inputs.entry, factors, inputs.elapsed, None, params)
+    if driver.engine.refuses_windows() is None:
+        return driver.engine.window(None, steps)
+
+    def advance(carry: Any, factors: Any) -> Any:
+        entry, elapsed = carry
+        trace = driver.engine.advance(Steps(entry, factors, elapsed, None, params))
+        return (Entry(trace, jnp.ones_like(entry.live)), elapsed + 1), None
+
+    (entry, _), _ = lax.scan(advance, (inputs.entry, inputs.elapsed), factors)
+    return entry.trace
+
+
+def needs_multi_step(vjp_method: str) -> str:
+    """Why a chunk has no gradient."""
+    return (
+        "The gradient of a window (MultiStepData) needs vjp_method='multi-step'; this learner "
+        f'has {vjp_method!r}. Give one step at a time, or compile it so.'
+    )
+
+
+@contextmanager
+def _named_loops(graph: ETraceGraph) -> Iterator[None]:
+    """Say where the while loop is that JAX cannot differentiate in reverse."""
+    try:
+        yield
+    except ValueError as error:
+        loops = [source_line(eqn) for eqn in graph.module_info.jaxpr.eqns if has_while(eqn)]
+        if not loops or 'Reverse-mode differentiation' not in str(error):
+            raise
+        raise NotSupportedError(
+            f'{", ".join(loops)}: the loss reads a while loop, which the gradient of a window '
+            "would have to differentiate in reverse. Use vjp_method='single-step', or lax.scan or "
+            'lax.fori_loop with a fixed number of steps.'
+        ) from error

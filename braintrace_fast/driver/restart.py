@@ -1,0 +1,50 @@
+"""Examples that start anew before a step, as at the end of an episode."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .._typing import Path
+from ..runtime.factors import Values, per_example
+
+__all__ = ['restart']
+
+
+def restart(states: Mapping[Path, brainstate.State], starts: Values, reset: Any) -> jax.Array:
+    """Set short-term states to what they started with, where the flags say so.
+
+    Parameters
+    ----------
+    states : mapping
+        The states of the model, by path.
+    starts : mapping
+        What the short-term states among them started with.
+    reset : bool or array
+        One flag for all, or one per example.
+
+    Returns
+    -------
+    jax.Array
+        Flags of what is kept of the past.
+    """
+    flags = jnp.asarray(reset).astype(bool)
+    for path, state in states.items():
+        if not isinstance(state, brainstate.ShortTermState):
+            continue
+        shapes = {jnp.shape(leaf)[: flags.ndim] for leaf in jax.tree.leaves(state.value)}
+        if shapes == {flags.shape}:
+            state.value = jax.tree.map(
+                lambda start, a: jnp.where(per_example(flags, a), start, a),
+                starts[path],
+                state.value,
+            )
+        elif isinstance(state, brainstate.HiddenState):
+            raise ValueError(
+                f'reset has shape {flags.shape}, which is not how the shape of the hidden '
+                f'state at {path} starts: {jnp.shape(state.value)}. Give one flag for all, or '
+                'one per example.'
+            )
+    return ~flags
