@@ -24,29 +24,15 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
 
     Parameters
     ----------
-    model : brainstate.nn.Module
-        A model whose ``update`` is one time step.
-    name : str, optional
-        The name of the learner.
-    vjp_method : {'single-step', 'multi-step'}
-        How far the learning signal reaches back.
-    fast_solve : bool
+    model, name, vjp_method, control_flow, backend, memory_budget, couple_layers
+        As for :class:`ETraceVjpAlgorithm`.
+    fast_solve, chunked_trace : bool
         Accepted for braintrace's sake. The gradient is the same either way, and there is one way.
     trace_dtype : dtype, optional
         The type in which traces are stored; that of the states by default.
-    chunked_trace : bool
-        As for ``fast_solve``.
-    control_flow : ControlFlowPolicy, optional
-        What to do with control flow inside the step.
-    backend : {'auto', 'jax', 'pallas', 'interpret'}
-        The implementation asked for.
-    memory_budget : int or str, optional
-        The bytes that windows may take, such as ``'256MB'``.
     stochastic_rounding : bool
         Whether traces stored in bfloat16 are rounded up or down at random, with the right mean. To
         the nearest, what decays slowly would never fall.
-    couple_layers : bool
-        Whether to trace what states of modules in a list do to each other, position by position.
 
     Examples
     --------
@@ -112,25 +98,13 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
 
     Parameters
     ----------
-    model : brainstate.nn.Module
-        A model whose ``update`` is one time step.
+    model, name, vjp_method, control_flow, backend, memory_budget, couple_layers
+        As for :class:`ETraceVjpAlgorithm`.
     decay_or_rank : float, int, or pair of them
         The decays ``a``; an integer rank ``r`` means ``a = (r - 1) / (r + 1)``. A pair gives
         ``(a_x, a_f)``.
-    name : str, optional
-        The name of the learner.
-    vjp_method : {'single-step', 'multi-step'}
-        How far the learning signal reaches back.
     fast_solve : bool
-        Accepted for braintrace's sake. The gradient is the same either way, and there is one way.
-    control_flow : ControlFlowPolicy, optional
-        What to do with control flow inside the step.
-    backend : {'auto', 'jax', 'pallas', 'interpret'}
-        The implementation asked for.
-    memory_budget : int or str, optional
-        The bytes that windows may take, such as ``'256MB'``.
-    couple_layers : bool
-        Whether to trace what states of modules in a list do to each other, position by position.
+        As for :class:`ParamDimVjpAlgorithm`.
 
     Examples
     --------

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import PyTree
-from ..driver import ChunkInside, Driven, EnvironmentChanged, Recorded, StepCall, WindowRequest
+from ..driver import (
+    ChunkInside,
+    Driven,
+    EnvironmentChanged,
+    Recorded,
+    Sequences,
+    StepCall,
+    WindowRequest,
+)
 from ..runtime.factors import Zeros
 from ..runtime.input_data import MultiStepData
 from ..runtime.planner import parse_bytes
@@ -181,8 +189,8 @@ class SequenceDriverMixin:
             if learner._runs_in_windows() and chunk is None:
                 request = _request(learner, 'carry', trace_every, memory_budget, pbar, length)
                 with contextlib.suppress(ChunkInside):
-                    drive = learner.driver.evolve
-                    return _in_windows(learner, request, partial(drive, step), sequences).outputs
+                    drive = partial(learner.driver.evolve, step)
+                    return _in_windows(learner, request, drive, sequences).outputs
             inputs = in_chunks(sequences, chunk)
             return brainstate.transform.for_loop(
                 lambda slices: step(None, *slices, records=False)[0], inputs, pbar=pbar
@@ -237,8 +245,8 @@ class _Objective:
             )
         return jnp.sum(loss * weight), (loss, aux), recorded
 
-    def drive(self, *args: Any) -> Driven:
-        """Its gradient in windows; ``args`` are the last ones of :meth:`Driver.gradient`."""
+    def drive(self, sequences: Sequences) -> Driven:
+        """Its gradient in windows."""
         own = {id(state): path for path, state in self.learner.param_states.items()}
         weights = list(self.states.values())  # keys may be of types that do not sort together
         paths = [own.get(id(state)) for state in weights]
@@ -246,7 +254,7 @@ class _Objective:
         def step(zeros: Zeros, slices: PyTree, weight: jax.Array) -> Any:
             return self(slices, weight, zeros, records=True)
 
-        return self.learner.driver.gradient(step, weights, paths, *args)
+        return self.learner.driver.gradient(step, weights, paths, sequences)
 
 
 def _compiled(learner: Any) -> Learner:
@@ -299,13 +307,13 @@ def _request(
 def _in_windows(
     learner: Learner,
     request: WindowRequest,
-    drive: Callable[..., Driven],
+    drive: Callable[[Sequences], Driven],
     inputs: tuple[PyTree, ...],
 ) -> Driven:
     """Drive a learner over sequences, from its trace to the next."""
     if request.fresh:
         learner.forget()
-    driven = drive(inputs, request, learner.carried)
+    driven = drive(Sequences(inputs, request, *learner.carried))
     learner.plan = driven.plan
     if request.fresh or driven.entry is None:
         learner.forget()

@@ -30,31 +30,17 @@ class ThreeFactor(ParamDimVjpAlgorithm):
 
     Parameters
     ----------
-    model : brainstate.nn.Module
-        A model whose ``update`` is one time step.
-    name : str, optional
-        The name of the learner.
+    model, name, control_flow, backend, memory_budget, couple_layers
+        As for :class:`ETraceVjpAlgorithm`.
     vjp_method : {'single-step'}
-        Windows are refused: within one, the loss alone would count.
+        Chunks are refused: within one, the loss alone would count.
     modulator : number or array, optional
         The standing modulator: a number, an array like the states (``varshape``) of a hidden group,
         or one that broadcasts to ``(*varshape, num_state)``, for every group.
-    fast_solve : bool
-        Accepted for braintrace's sake; see :class:`ParamDimVjpAlgorithm`.
     trace_dtype : dtype, optional
         The type in which traces are stored.
-    chunked_trace : bool
-        As for ``fast_solve``.
-    control_flow : ControlFlowPolicy, optional
-        What to do with control flow inside the step.
-    snap_max_jacobian_elements : int, optional
-        As for ``fast_solve``.
-    backend : {'auto', 'jax', 'pallas', 'interpret'}
-        The implementation asked for.
-    memory_budget : int or str, optional
-        The bytes that windows may take, such as ``'256MB'``.
-    couple_layers : bool
-        Whether to trace what states of modules in a list do to each other, position by position.
+    fast_solve, chunked_trace, snap_max_jacobian_elements
+        Accepted for braintrace's sake, as for :class:`ParamDimVjpAlgorithm`.
 
     Examples
     --------

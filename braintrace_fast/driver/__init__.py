@@ -5,7 +5,7 @@ from .driver import Driver, Recorded, Rule, StepInputs
 from .kernel_choices import kernel_choices
 from .restart import restart
 from .step_call import ChunkInside, EnvironmentChanged, StepCall
-from .windows import Driven, WindowRequest
+from .windows import Driven, Sequences, WindowRequest
 
 __all__ = [
     'ChunkInside',
@@ -14,6 +14,7 @@ __all__ = [
     'EnvironmentChanged',
     'Recorded',
     'Rule',
+    'Sequences',
     'StepCall',
     'StepInputs',
     'WindowRequest',

@@ -15,7 +15,7 @@ from ..runtime.engine import Engine, Steps, Trace
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Entry, Factors, GroupPlanes, Signals, Values, Zeros
 from ..runtime.gradient import GradientSum
-from .windows import Driven, WindowRequest, run_windows
+from .windows import Driven, Sequences, run_windows
 
 __all__ = ['Driver', 'Recorded', 'Results', 'Rule', 'StepInputs']
 
@@ -130,27 +130,21 @@ class Driver:
         step: Callable[..., tuple[jax.Array, PyTree, Recorded]],
         weights: Sequence[brainstate.State],
         paths: Sequence[Path | None],
-        inputs: tuple[PyTree, ...],
-        request: WindowRequest,
-        start: tuple[Entry, jax.Array],
+        sequences: Sequences,
     ) -> Driven:
         """The gradient over sequences, with the trace read and written once per window.
 
         Parameters
         ----------
         step : callable
-            From zeros and slices of ``inputs`` to what is differentiated, outputs to stack, and
-            what the model's step leaves for the trace.
+            From zeros and slices of the sequences to what is differentiated, outputs to stack,
+            and what the model's step leaves for the trace.
         weights : sequence of State
             What to differentiate by.
         paths : sequence of Path or None
             The path of each, if it is a parameter of the model.
-        inputs : tuple of PyTree
-            The sequences.
-        request : WindowRequest
-            What is asked of the windows.
-        start : tuple
-            The trace before the first step, and its number of steps.
+        sequences : Sequences
+            The sequences, and where to start.
         """
         runner = self.executor.runner
 
@@ -164,22 +158,16 @@ class Driver:
             signals = self.learned_signals(runner.as_signals(cotangents), factors, modulator)
             return (outputs, (factors, signals)), grads
 
-        return run_windows(self, learning, weights, paths, inputs, request, start)
+        return run_windows(self, learning, weights, paths, sequences)
 
-    def evolve(
-        self,
-        step: Callable[..., tuple[PyTree, Recorded]],
-        inputs: tuple[PyTree, ...],
-        request: WindowRequest,
-        start: tuple[Entry, jax.Array],
-    ) -> Driven:
+    def evolve(self, step: Callable[..., tuple[PyTree, Recorded]], sequences: Sequences) -> Driven:
         """Run over sequences, without a gradient; the parameters are those of :meth:`gradient`."""
 
         def running(*slices: Any) -> Any:
             outputs, recorded = step(None, *slices)
             return (outputs, (recorded.factors, None)), []
 
-        return run_windows(self, running, [], [], inputs, request, start)
+        return run_windows(self, running, [], [], sequences)
 
     def learned_signals(self, exact: Signals, factors: Factors, modulator: Any) -> Signals:
         """The signals that the rule learns from, given those of the loss."""

@@ -18,7 +18,7 @@ from ..runtime.planner import Plan, plan_windows, tree_bytes
 if TYPE_CHECKING:
     from .driver import Driver
 
-__all__ = ['Driven', 'WindowRequest', 'run_windows']
+__all__ = ['Driven', 'Sequences', 'WindowRequest', 'run_windows']
 
 
 class WindowRequest(NamedTuple):
@@ -40,6 +40,27 @@ class WindowRequest(NamedTuple):
     fresh: bool
     budget: int
     bar: Callable[..., None] | None
+
+
+class Sequences(NamedTuple):
+    """Sequences to run over, and where to start.
+
+    Attributes
+    ----------
+    inputs : tuple of PyTree
+        The sequences.
+    request : WindowRequest
+        What is asked of the windows.
+    entry : Entry
+        The trace before the first step.
+    elapsed : jax.Array
+        The number of steps since it was zero.
+    """
+
+    inputs: tuple[PyTree, ...]
+    request: WindowRequest
+    entry: Entry
+    elapsed: jax.Array
 
 
 class Driven(NamedTuple):
@@ -75,16 +96,13 @@ def run_windows(
     step: Step,
     weights: Sequence[brainstate.State],
     paths: Sequence[Path | None],
-    inputs: tuple[PyTree, ...],
-    request: WindowRequest,
-    start: tuple[Entry, jax.Array],
+    sequences: Sequences,
 ) -> Driven:
     """Run windows one after the other; for the parameters see :meth:`Driver.gradient`."""
+    inputs, request, entry, elapsed = sequences
     inputs = jax.tree.map(jnp.asarray, inputs)
     window = _Window(driver, step, inputs, request.bar is not None, paths)
     total = jax.tree.map(jnp.zeros_like, [state.value for state in weights])
-    entry: Entry | None
-    entry, elapsed = start
     plan = plan_windows(
         window,
         inputs,
@@ -94,11 +112,8 @@ def run_windows(
         request.budget,
         window.bytes_per_step,
         small=driver.engine.is_small,
-    ).describe(window.parts, start[0].trace)
+    ).describe(window.parts, entry.trace)
     alone = plan.windows == ((1, plan.steps),)
-    if request.fresh and alone:
-        entry = None
-
     first, bar = elapsed, request.bar
 
     def body(carry: Any, inputs: Any) -> Any:
@@ -112,19 +127,19 @@ def run_windows(
         entry = None if entry is None else Entry(trace, after != elapsed)
         return (total, entry, after), outputs
 
-    carry: Any = (total, entry, elapsed)
+    carry: Any = (total, None if request.fresh and alone else entry, elapsed)
     outputs = []
-    for start_of, count, steps in _pieces(plan):
+    for start, count, steps in _pieces(plan):
         if count == 1:
-            carry, out = body(carry, _cut(inputs, start_of, steps))
+            carry, out = body(carry, _cut(inputs, start, steps))
         else:
-            carry, out = _scan_windows(body, carry, inputs, start_of, count, steps)
+            carry, out = _scan_windows(body, carry, inputs, start, count, steps)
         outputs.append(out)
-    gradients, entry, elapsed = carry
+    gradients, last, elapsed = carry
     joined = outputs[0]
     if len(outputs) > 1:
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
-    return Driven(gradients, joined, entry, elapsed, plan)
+    return Driven(gradients, joined, last, elapsed, plan)
 
 
 class _Window:
