@@ -7,6 +7,15 @@ import zlib
 from pathlib import Path
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+# Tests compile thousands of small programs: XLA's newer code generator takes twice as long for
+# each, and a program in several parts holds twice as many memory maps.
+os.environ['XLA_FLAGS'] = ' '.join(
+    [
+        '--xla_cpu_use_fusion_emitters=false',
+        '--xla_cpu_parallel_codegen_split_count=1',
+        os.environ.get('XLA_FLAGS', ''),
+    ]
+)
 
 import brainstate
 import hypothesis
