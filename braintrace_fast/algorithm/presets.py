@@ -24,7 +24,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
 
     Parameters
     ----------
-    model, name, vjp_method, control_flow, backend, memory_budget, couple_layers
+    model, name, vjp_method, control_flow, **options
         As for :class:`ETraceVjpAlgorithm`.
     fast_solve, chunked_trace : bool
         Accepted for braintrace's sake. The gradient is the same either way, and there is one way.
@@ -53,14 +53,10 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         trace_dtype: Any = None,
         chunked_trace: bool = True,
         control_flow: ControlFlowPolicy | None = None,
-        backend: str = 'auto',
-        memory_budget: int | str | None = None,
         stochastic_rounding: bool = False,
-        couple_layers: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            model, name, vjp_method, control_flow, backend, memory_budget, couple_layers
-        )
+        super().__init__(model, name, vjp_method, control_flow, **options)
         self.stochastic_rounding = stochastic_rounding
         self.fast_solve = fast_solve
         self.trace_dtype = trace_dtype
@@ -98,7 +94,7 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
 
     Parameters
     ----------
-    model, name, vjp_method, control_flow, backend, memory_budget, couple_layers
+    model, name, vjp_method, control_flow, **options
         As for :class:`ETraceVjpAlgorithm`.
     decay_or_rank : float, int, or pair of them
         The decays ``a``; an integer rank ``r`` means ``a = (r - 1) / (r + 1)``. A pair gives
@@ -124,13 +120,9 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         vjp_method: str = 'single-step',
         fast_solve: bool = True,
         control_flow: ControlFlowPolicy | None = None,
-        backend: str = 'auto',
-        memory_budget: int | str | None = None,
-        couple_layers: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            model, name, vjp_method, control_flow, backend, memory_budget, couple_layers
-        )
+        super().__init__(model, name, vjp_method, control_flow, **options)
         self.fast_solve = fast_solve
         pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank,) * 2
         if len(pair) != 2:

@@ -30,7 +30,7 @@ class ThreeFactor(ParamDimVjpAlgorithm):
 
     Parameters
     ----------
-    model, name, control_flow, backend, memory_budget, couple_layers
+    model, name, control_flow, **options
         As for :class:`ETraceVjpAlgorithm`.
     vjp_method : {'single-step'}
         Chunks are refused: within one, the loss alone would count.
@@ -67,21 +67,10 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         chunked_trace: bool = True,
         control_flow: ControlFlowPolicy | None = None,
         snap_max_jacobian_elements: int | None = None,
-        backend: str = 'auto',
-        memory_budget: int | str | None = None,
-        couple_layers: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(
-            model,
-            name,
-            vjp_method,
-            fast_solve,
-            trace_dtype,
-            chunked_trace,
-            control_flow,
-            backend,
-            memory_budget,
-            couple_layers=couple_layers,
+            model, name, vjp_method, fast_solve, trace_dtype, chunked_trace, control_flow, **options
         )
         if vjp_method != 'single-step':
             raise ValueError(
