@@ -118,6 +118,13 @@ class Flow:
         """The sources that reach a variable."""
         return {} if isinstance(atom, Literal) else self.dependences.get(atom, {})
 
+    def differentiated(self, eqn: JaxprEqn) -> list[Var]:
+        """The results of one of the equations that a derivative can flow into."""
+        if not eqn.outvars:
+            return []
+        passes = self.passes[self.producer[eqn.outvars[0]]]
+        return [v for v, flows in zip(eqn.outvars, passes, strict=True) if flows]
+
     def mixer(self, cut: int) -> JaxprEqn:
         """The equation to name for a cut: the one that moved positions, if others meet later."""
         return self.eqns[self.movers.get(cut, cut)]

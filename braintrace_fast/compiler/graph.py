@@ -16,11 +16,12 @@ from .control_flow import ControlFlowPolicy
 from .diagnostics import CompilationRecord, DiagnosticKind, diagnostic_context
 from .environment import CHANGING
 from .exit_perturbation import ExitPerturbation, add_exit_perturbation
+from .find_relations import find_hidden_param_op_relations_from_minfo
 from .flow import Flow
 from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, step_flow
 from .module_info import ModuleInfo, extract_module_info
 from .perturbation import HiddenPerturbation, add_hidden_perturbation_from_minfo
-from .relation import HiddenParamOpRelation, find_hidden_param_op_relations_from_minfo
+from .relation import HiddenParamOpRelation
 from .transition import GroupTransition, build_transition
 
 __all__ = ['ETraceGraph', 'compile_etrace_graph', 'compiler_context', 'order_hidden_group_index']

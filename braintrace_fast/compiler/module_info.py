@@ -31,6 +31,7 @@ from .alignment import is_inexact
 from .control_flow import ControlFlowPolicy, flatten
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .environment import CHANGING, Environment, EnvironmentValues, bind_environment, trace_reads
+from .liveness import reached_variables, variables
 
 __all__ = ['ModuleInfo', 'extract_module_info']
 
@@ -481,13 +482,13 @@ def _note_old_values(old: dict[Path, Var], new: dict[Path, Atom], eqns: Sequence
 
 def _product_of(value: Var, eqns: Sequence[JaxprEqn]) -> JaxprEqn | None:
     """The first product that reads a value, or what is made of it."""
-    made = {value}
-    for eqn in eqns:
-        if any(not isinstance(v, Literal) and v in made for v in eqn.invars):
-            if isinstance(eqn.primitive, ETPPrimitive) or eqn.primitive.name == 'dot_general':
-                return eqn
-            made.update(eqn.outvars)
-    return None
+    made = reached_variables(eqns, [value])
+    products = (
+        eqn
+        for eqn in eqns
+        if isinstance(eqn.primitive, ETPPrimitive) or eqn.primitive.name == 'dot_general'
+    )
+    return next((eqn for eqn in products if not made.isdisjoint(variables(eqn.invars))), None)
 
 
 def _unflatten_each(shapes: Sequence[PyTree], flat: Sequence[Any]) -> list[PyTree]:
