@@ -14,6 +14,7 @@ from .._compat import JaxprEqn, Var, source_line
 from .._typing import Path
 from ..errors import NotSupportedError
 from ..op import ETPPrimitive
+from .auxiliary import aux_values
 from .carried import CarriedStates
 from .explanation import Explainer
 from .flow import Flow
@@ -60,7 +61,7 @@ def find_hidden_param_op_relations_from_minfo(
         If a weight is used inside a ``while`` or what it drives is mixed there, or an op is inside
         control flow that was not opened.
     NotSupportedError
-        If the output of an op is complex.
+        If the output of an op is complex, or one of its auxiliary operands may change.
     """
     flow = step_flow(minfo) if flow is None else flow
     ways, explainer = WeightWays(minfo, flow), Explainer(minfo, flow, CarriedStates(minfo))
@@ -176,6 +177,7 @@ class _Finder:
             is_shared=y.aval.ndim < len(groups[0].varshape),
             weight_ways=ways,
             source=source_line(eqn),
+            aux=aux_values(self.minfo, eqn),
             **self.trainable_fields(eqn, ways),
         )
 

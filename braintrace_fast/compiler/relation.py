@@ -55,6 +55,8 @@ class HiddenParamOpRelation(NamedTuple):
         Per trainable input, its :class:`WeightWay` from the parameters.
     source : str
         The line of the user's code.
+    aux : dict
+        The values of the op's auxiliary inputs, by name.
     """
 
     primitive: Primitive
@@ -76,6 +78,7 @@ class HiddenParamOpRelation(NamedTuple):
     is_shared: bool = False
     weight_ways: dict[str, WeightWay] = {}
     source: str = ''
+    aux: dict[str, jax.Array] = {}
 
     @property
     def x(self) -> Var | None:
@@ -91,6 +94,11 @@ class HiddenParamOpRelation(NamedTuple):
     def path(self) -> Path:
         """The path of the weight."""
         return next(iter(self.trainable_paths.values()))
+
+    @property
+    def rule_params(self) -> dict[str, Any]:
+        """What the op's rules take as keywords: ``eqn_params`` and ``aux``."""
+        return {**self.eqn_params, **self.aux}
 
     @property
     def is_static(self) -> bool:
