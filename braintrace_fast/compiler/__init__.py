@@ -33,6 +33,7 @@ from .perturbation import (
 )
 from .relation import HiddenParamOpRelation
 from .report import CompilationReport
+from .scope import Scope
 from .transition import GroupTransition
 from .untraced import untraced_message, warn_of_untraced
 from .weight_way import WeightWay
@@ -50,6 +51,7 @@ __all__ = [
     'HiddenParamOpRelation',
     'HiddenPerturbation',
     'ModuleInfo',
+    'Scope',
     'WeightWay',
     'add_hidden_perturbation_from_minfo',
     'add_hidden_perturbation_in_module',

@@ -40,7 +40,6 @@ from .positions import (
 __all__ = [
     'align_results',
     'always_mixes',
-    'cuts_by_design',
     'even_arrays',
     'is_element_wise',
     'is_inexact',
@@ -142,12 +141,7 @@ def _unpinned(pin: Pin) -> Along:
 
 def always_mixes(eqn: JaxprEqn) -> bool:
     """Whether an equation mixes positions whatever its operands."""
-    return eqn.primitive.name in _MIXING or cuts_by_design(eqn.primitive)
-
-
-def cuts_by_design(primitive: Any) -> bool:
-    """Whether an op is a place where paths between positions end, as an ETP op does."""
-    return isinstance(primitive, ETPPrimitive) and not primitive.gradient_enabled
+    return eqn.primitive.name in _MIXING
 
 
 def passes_derivative(eqn: JaxprEqn) -> list[bool]:
@@ -586,12 +580,17 @@ def through(closed: Any, operands: Sequence[Outcome]) -> list[Outcome]:
             continue
         aligned = [a if isinstance(a, tuple) else None for a in inputs]
         outcomes: list[Outcome] = [None] * len(eqn.outvars)
-        if any(a is not None for a in aligned):
-            outcomes = align_results(eqn, aligned)
-        if any(a is MIXED for a in inputs):
+        if any(a is MIXED for a in inputs) or _ends_paths(eqn):
             outcomes = [MIXED if passes else None for passes in passes_derivative(eqn)]
+        elif any(a is not None for a in aligned):
+            outcomes = align_results(eqn, aligned)
         env.update(zip(eqn.outvars, outcomes, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _ends_paths(eqn: JaxprEqn) -> bool:
+    """Whether an equation inside another one is an op at which influence ends."""
+    return isinstance(eqn.primitive, ETPPrimitive) and not eqn.primitive.gradient_enabled
 
 
 @_rule('jit', 'closed_call', 'remat2')

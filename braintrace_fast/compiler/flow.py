@@ -17,10 +17,10 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var, rewire
+from ..op import ETPPrimitive
 from .alignment import (
     align_results,
     always_mixes,
-    cuts_by_design,
     even_arrays,
     is_element_wise,
     passes_derivative,
@@ -36,6 +36,7 @@ from .positions import (
     identity_alignment,
     partly_in_place,
 )
+from .scope import Scope
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
 
@@ -82,6 +83,8 @@ class Flow:
         The variables whose influence is followed.
     targets : iterable of Var
         Those of the sources that are new hidden states: positions must line up there.
+    scope : Scope, optional
+        Through which ops influence is followed.
     """
 
     def __init__(
@@ -89,7 +92,9 @@ class Flow:
         eqns: Sequence[JaxprEqn],
         sources: Mapping[Var, Source],
         targets: Iterable[Var] = (),
+        scope: Scope | None = None,
     ) -> None:
+        self.scope = Scope() if scope is None else scope
         self.eqns = list(eqns)
         self.sources = dict(sources)
         self.targets = frozenset(targets)
@@ -213,7 +218,9 @@ class Flow:
         """Per result, the sources that reach it through one equation."""
         sources = dict.fromkeys(source for found in inputs for source in found)
         passes = self.passes[index]
-        if cuts_by_design(eqn.primitive):
+        if isinstance(eqn.primitive, ETPPrimitive) and not self.scope.follows(
+            eqn.primitive, eqn.params
+        ):
             here = Dependence(None, (index,))  # whatever was mixed before
             cut_here = dict.fromkeys(sources, here)
             return [cut_here if passed else {} for passed in passes]
