@@ -7,9 +7,9 @@ import jax
 
 from .._compat import JaxprEqn, Literal, Var
 from .._typing import Path
-from .alignment import is_inexact, passes_derivative
 from .liveness import reached_variables
 from .module_info import ModuleInfo
+from .primitives import is_inexact, passes_derivative
 
 __all__ = ['CarriedStates']
 

@@ -26,13 +26,13 @@ from .._compat import (
     open_jaxpr,
     rewire,
 )
-from .alignment import passes_derivative
 from .control_flow import has_while
 from .flow import Flow
 from .hidden_group import HiddenGroup
 from .liveness import needed_equations, reached_variables, read_variables
 from .module_info import ModuleInfo
 from .perturbation import single_equation
+from .primitives import passes_derivative
 from .relation import HiddenParamOpRelation
 from .while_loop import with_reverse_mode
 

@@ -14,9 +14,9 @@ from ..op import ETPPrimitive
 from .carried import CarriedStates
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .flow import Flow
-from .hidden_group import is_product
 from .liveness import variables
 from .module_info import ModuleInfo
+from .primitives import is_product
 from .relation import HiddenParamOpRelation
 from .weight_way import WeightWay
 

@@ -18,10 +18,11 @@ from .auxiliary import aux_values
 from .carried import CarriedStates
 from .explanation import Explainer
 from .flow import Flow
-from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, is_product, step_flow
+from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, step_flow
 from .liveness import variables
 from .module_info import ModuleInfo, extract_module_info
 from .nested import check_nested
+from .primitives import is_product
 from .relation import HiddenParamOpRelation
 from .weight_way import WeightWay, WeightWays
 

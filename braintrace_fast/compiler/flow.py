@@ -18,13 +18,7 @@ from typing import NamedTuple
 
 from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var, rewire
 from ..op import ETPPrimitive
-from .alignment import (
-    align_results,
-    always_mixes,
-    even_arrays,
-    is_element_wise,
-    passes_derivative,
-)
+from .alignment import align_results
 from .control_flow import has_body, has_while
 from .positions import (
     MIXED,
@@ -36,7 +30,9 @@ from .positions import (
     identity_alignment,
     partly_in_place,
 )
+from .primitives import MIXING, is_element_wise, passes_derivative
 from .scope import Scope
+from .uniform import uniform_arrays
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
 
@@ -257,7 +253,7 @@ class Flow:
             outcomes = _Outcomes(eqn, inputs, sources, detached)
             clashing = self._clashing(eqn, outcomes) if meet else set()
             mixes = clashing or any(map(partial(_moves, eqn), outcomes.values()))
-            if not mixes or always_mixes(eqn):
+            if not mixes or eqn.primitive.name in MIXING:
                 break
             moved = self._moving_operands(eqn, inputs, outcomes, detached)
             if moved:
@@ -412,7 +408,7 @@ class Flow:
     @cached_property
     def _uniform(self) -> set[Var]:
         """Arrays that are one number throughout, by the way they are computed, from no source."""
-        return even_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
+        return uniform_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
 
     def _ways(self, variables: Iterable[Var]) -> dict[Var, int]:
         """What leads to those of some variables that are uniform, each with its equation."""

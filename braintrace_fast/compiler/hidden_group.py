@@ -17,6 +17,7 @@ from ..op import ETPPrimitive
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .flow import Flow, Source
 from .module_info import ModuleInfo, extract_module_info
+from .primitives import is_product
 from .scope import Scope
 from .transition import is_forward_only, position_wise_jvp
 
@@ -410,14 +411,6 @@ def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]
             context={'source': source_line(eqn)},
         )
     return bool(cuts)
-
-
-def is_product(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product with a matrix or kernel: mixing that is cut by design."""
-    return isinstance(eqn.primitive, ETPPrimitive) or eqn.primitive.name in (
-        'dot_general',
-        'conv_general_dilated',
-    )
 
 
 def _note_forward_only(minfo: ModuleInfo, flow: Flow, paths: tuple[Path, ...]) -> None:

@@ -5,9 +5,10 @@ from typing import Any, NoReturn
 
 from .._compat import DropVar, JaxprEqn, jaxprs_in_params, open_jaxpr, source_line
 from .._typing import Path
-from .control_flow import CUSTOM_RULES, contains_etp_op, has_while
+from .control_flow import contains_etp_op, has_while
 from .diagnostics import DiagnosticKind, DiagnosticLevel
 from .explanation import Explainer
+from .primitives import CUSTOM_RULES
 from .weight_way import WeightWays
 from .while_loop import follows
 

@@ -8,11 +8,12 @@ import jax
 
 from .._compat import Atom, Jaxpr, Literal, Primitive, Var, build_jaxpr, open_jaxpr
 from .._typing import Path
-from .alignment import is_inexact, through
+from .alignment import through
 from .flow import Flow
 from .liveness import needed_equations, reached_variables, read_variables
 from .module_info import ModuleInfo
 from .positions import identity_alignment
+from .primitives import is_inexact
 
 __all__ = ['WeightWay', 'WeightWays']
 
