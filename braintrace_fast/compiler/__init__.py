@@ -8,6 +8,10 @@ from .diagnostics import (
     diagnostic_context,
 )
 from .exit_perturbation import ExitPerturbation
+from .find_relations import (
+    find_hidden_param_op_relations_from_minfo,
+    find_hidden_param_op_relations_from_module,
+)
 from .graph import (
     ETraceGraph,
     compile_etrace_graph,
@@ -27,12 +31,9 @@ from .perturbation import (
     add_hidden_perturbation_from_minfo,
     add_hidden_perturbation_in_module,
 )
-from .relation import (
-    HiddenParamOpRelation,
-    find_hidden_param_op_relations_from_minfo,
-    find_hidden_param_op_relations_from_module,
-)
+from .relation import HiddenParamOpRelation
 from .report import CompilationReport
+from .scope import Scope
 from .transition import GroupTransition
 from .untraced import untraced_message, warn_of_untraced
 from .weight_way import WeightWay
@@ -50,6 +51,7 @@ __all__ = [
     'HiddenParamOpRelation',
     'HiddenPerturbation',
     'ModuleInfo',
+    'Scope',
     'WeightWay',
     'add_hidden_perturbation_from_minfo',
     'add_hidden_perturbation_in_module',

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 import brainstate
 import jax
 
-from .._compat import Literal, Var
+from .._compat import JaxprEqn, Literal, Var
 from .._typing import Path
-from .alignment import is_inexact, passes_derivative
+from .liveness import reached_variables
 from .module_info import ModuleInfo
+from .primitives import is_inexact, passes_derivative
 
 __all__ = ['CarriedStates']
 
@@ -46,22 +47,24 @@ class CarriedStates:
     def reached_from(
         self, sources: Iterable[Var], over_time: bool = False, stop: Iterable[Var] = ()
     ) -> set[Var]:
-        """The variables that derivatives by the sources flow into, by ways past those of ``stop``.
+        """The variables that derivatives by the sources flow into, past those of ``stop``.
 
         With ``over_time``, also in later steps.
         """
         stop = frozenset(stop)
+
+        def into(eqn: JaxprEqn) -> list[Var]:
+            flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
+            return [v for v, passes in flows if passes and v not in stop]
+
         reached = {v for v in sources if is_inexact(v.aval)}
         size = -1
         while len(reached) > size:
             size = len(reached)
-            for eqn in self._eqns:
-                if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
-                    flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
-                    reached.update(v for v, passes in flows if passes and v not in stop)
+            reached = reached_variables(self._eqns, reached, into)
             if not over_time:
                 break
-            pairs = (pair for found in self._pairs.values() for pair in found)
+            pairs = (pair for of_state in self._pairs.values() for pair in of_state)
             reached.update(old for old, new in pairs if new in reached)
         return reached
 

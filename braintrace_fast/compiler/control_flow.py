@@ -35,16 +35,13 @@ from .._compat import (
     struct,
 )
 from ..op import ETPPrimitive
-from .alignment import is_inexact
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
+from .liveness import needed_equations
+from .primitives import CUSTOM_RULES, INLINED_CALLS, is_inexact
 from .scatter import SCATTERS, scatter_in_pieces, update_in_pieces
 
 __all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_body', 'has_while']
 
-INLINED_CALLS = frozenset(
-    ['jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint', 'custom_lin']
-)
-CUSTOM_RULES = frozenset(['custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr'])
 FOLDED: dict[str, Callable[..., np.ndarray]] = {
     'add': lambda params, a, b: a + b,
     'broadcast_in_dim': lambda params, a: np.broadcast_to(_spread(params, a), params['shape']),
@@ -153,19 +150,8 @@ def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy, opens_ops: bool = Fa
         list(flattener.constants.values()),
         jaxpr.invars,
         outvars,
-        _live(flattener.eqns, outvars),
+        needed_equations(flattener.eqns, outvars, keep_effects=True),
     )
-
-
-def _live(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprEqn]:
-    """The equations that an output or an effect depends on."""
-    needed = {v for v in outvars if not isinstance(v, Literal)}
-    live = []
-    for eqn in reversed(eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            live.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return live[::-1]
 
 
 def _read(env: dict[Var, Atom], atom: Atom) -> Atom:

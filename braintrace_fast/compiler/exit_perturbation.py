@@ -26,12 +26,13 @@ from .._compat import (
     open_jaxpr,
     rewire,
 )
-from .alignment import passes_derivative
 from .control_flow import has_while
 from .flow import Flow
 from .hidden_group import HiddenGroup
+from .liveness import needed_equations, reached_variables, read_variables
 from .module_info import ModuleInfo
 from .perturbation import single_equation
+from .primitives import passes_derivative
 from .relation import HiddenParamOpRelation
 from .while_loop import with_reverse_mode
 
@@ -220,23 +221,18 @@ class _Rewriter:
 
     def reached_by_old_states(self) -> set[Var]:
         """The variables that old states reach by paths without a new state on them."""
-        leads_to_new = set(self.group_of)
-        for eqn in reversed(self.flow.eqns):
-            if not leads_to_new.isdisjoint(eqn.outvars):
-                leads_to_new.update(v for v in eqn.invars if not isinstance(v, Literal))
-        reached: set[Var] = set(self.bypasses)
-        for index, eqn in enumerate(self.flow.eqns):
-            if not any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
-                continue
-            for v, passes in zip(eqn.outvars, self.flow.passes[index], strict=True):
-                if passes and v not in self.group_of:
-                    if not (v in leads_to_new and self.cuts_old_state(index, v)):
-                        reached.add(v)
-        return reached
+        leads_to_new = read_variables(needed_equations(self.flow.eqns, self.group_of))
 
-    def cuts_old_state(self, index: int, v: Var) -> bool:
-        found = self.flow.of(v).items()
-        return any(index in d.cut_by and s in self.bypasses for s, d in found)
+        def into(eqn: JaxprEqn) -> list[Var]:
+            old = (v for v in self.flow.differentiated(eqn) if v not in self.group_of)
+            return [v for v in old if not (v in leads_to_new and self.cuts_old_state(v))]
+
+        return reached_variables(self.flow.eqns, self.bypasses, into)
+
+    def cuts_old_state(self, v: Var) -> bool:
+        """Whether the equation of a variable cuts the path of an old state."""
+        index, dependences = self.flow.producer[v], self.flow.of(v).items()
+        return any(index in d.cut_by and s in self.bypasses for s, d in dependences)
 
     def reached_groups(self, v: Var) -> World:
         """The groups whose new states reach a variable position by position, as bits."""

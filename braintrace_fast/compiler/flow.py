@@ -17,14 +17,8 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var, rewire
-from .alignment import (
-    align_results,
-    always_mixes,
-    cuts_by_design,
-    even_arrays,
-    is_element_wise,
-    passes_derivative,
-)
+from ..op import ETPPrimitive
+from .alignment import align_results
 from .control_flow import has_body, has_while
 from .positions import (
     MIXED,
@@ -36,6 +30,9 @@ from .positions import (
     identity_alignment,
     partly_in_place,
 )
+from .primitives import MIXING, is_element_wise, passes_derivative
+from .scope import Scope
+from .uniform import uniform_arrays
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
 
@@ -82,6 +79,8 @@ class Flow:
         The variables whose influence is followed.
     targets : iterable of Var
         Those of the sources that are new hidden states: positions must line up there.
+    scope : Scope, optional
+        Through which ops influence is followed.
     """
 
     def __init__(
@@ -89,7 +88,9 @@ class Flow:
         eqns: Sequence[JaxprEqn],
         sources: Mapping[Var, Source],
         targets: Iterable[Var] = (),
+        scope: Scope | None = None,
     ) -> None:
+        self.scope = Scope() if scope is None else scope
         self.eqns = list(eqns)
         self.sources = dict(sources)
         self.targets = frozenset(targets)
@@ -117,6 +118,13 @@ class Flow:
     def of(self, atom: Atom) -> dict[Var, Dependence]:
         """The sources that reach a variable."""
         return {} if isinstance(atom, Literal) else self.dependences.get(atom, {})
+
+    def differentiated(self, eqn: JaxprEqn) -> list[Var]:
+        """The results of one of the equations that a derivative can flow into."""
+        if not eqn.outvars:
+            return []
+        passes = self.passes[self.producer[eqn.outvars[0]]]
+        return [v for v, flows in zip(eqn.outvars, passes, strict=True) if flows]
 
     def mixer(self, cut: int) -> JaxprEqn:
         """The equation to name for a cut: the one that moved positions, if others meet later."""
@@ -206,7 +214,9 @@ class Flow:
         """Per result, the sources that reach it through one equation."""
         sources = dict.fromkeys(source for found in inputs for source in found)
         passes = self.passes[index]
-        if cuts_by_design(eqn.primitive):
+        if isinstance(eqn.primitive, ETPPrimitive) and not self.scope.follows(
+            eqn.primitive, eqn.params
+        ):
             here = Dependence(None, (index,))  # whatever was mixed before
             cut_here = dict.fromkeys(sources, here)
             return [cut_here if passed else {} for passed in passes]
@@ -243,7 +253,7 @@ class Flow:
             outcomes = _Outcomes(eqn, inputs, sources, detached)
             clashing = self._clashing(eqn, outcomes) if meet else set()
             mixes = clashing or any(map(partial(_moves, eqn), outcomes.values()))
-            if not mixes or always_mixes(eqn):
+            if not mixes or eqn.primitive.name in MIXING:
                 break
             moved = self._moving_operands(eqn, inputs, outcomes, detached)
             if moved:
@@ -398,7 +408,7 @@ class Flow:
     @cached_property
     def _uniform(self) -> set[Var]:
         """Arrays that are one number throughout, by the way they are computed, from no source."""
-        return even_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
+        return uniform_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
 
     def _ways(self, variables: Iterable[Var]) -> dict[Var, int]:
         """What leads to those of some variables that are uniform, each with its equation."""

@@ -16,11 +16,13 @@ from .control_flow import ControlFlowPolicy
 from .diagnostics import CompilationRecord, DiagnosticKind, diagnostic_context
 from .environment import CHANGING
 from .exit_perturbation import ExitPerturbation, add_exit_perturbation
+from .find_relations import find_hidden_param_op_relations_from_minfo
 from .flow import Flow
 from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, step_flow
 from .module_info import ModuleInfo, extract_module_info
 from .perturbation import HiddenPerturbation, add_hidden_perturbation_from_minfo
-from .relation import HiddenParamOpRelation, find_hidden_param_op_relations_from_minfo
+from .relation import HiddenParamOpRelation
+from .scope import Scope
 from .transition import GroupTransition, build_transition
 
 __all__ = ['ETraceGraph', 'compile_etrace_graph', 'compiler_context', 'order_hidden_group_index']
@@ -228,6 +230,7 @@ def compile_etrace_graph(
     control_flow: ControlFlowPolicy | None = None,
     environ_inputs: Collection[str] = CHANGING,
     couple_layers: bool = False,
+    scope: Scope | None = None,
 ) -> ETraceGraph:
     """Compile one step of a model into hidden groups, relations and perturbed steps.
 
@@ -248,6 +251,8 @@ def compile_etrace_graph(
     couple_layers : bool
         Whether hidden states of modules in a list that drive each other position by position form
         one group, so that their coupling is traced. The shapes of their states must be equal.
+    scope : Scope, optional
+        Which influence is traced; ``Scope(couple_layers)`` by default.
 
     Returns
     -------
@@ -277,7 +282,7 @@ def compile_etrace_graph(
         minfo = extract_module_info(
             model, *model_args, control_flow=control_flow, environ_inputs=environ_inputs
         )
-        flow = step_flow(minfo)
+        flow = step_flow(minfo, Scope(couple_layers) if scope is None else scope)
         groups, by_path = find_hidden_groups_from_minfo(minfo, flow, couple_layers)
         order_hidden_group_index(groups)
         relations = find_hidden_param_op_relations_from_minfo(minfo, by_path, flow)

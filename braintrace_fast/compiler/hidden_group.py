@@ -17,6 +17,8 @@ from ..op import ETPPrimitive
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .flow import Flow, Source
 from .module_info import ModuleInfo, extract_module_info
+from .primitives import is_product
+from .scope import Scope
 from .transition import is_forward_only, position_wise_jvp
 
 __all__ = [
@@ -243,7 +245,7 @@ def jacrev_last_dim(fn: Callable[[jax.Array], jax.Array], hid_vals: jax.Array) -
     return jnp.stack(rows, axis=-2)
 
 
-def step_flow(minfo: ModuleInfo) -> Flow:
+def step_flow(minfo: ModuleInfo, scope: Scope | None = None) -> Flow:
     """The flow of a step from its hidden states, old and new, and from its ETP ops' outputs."""
     sources: dict[Var, Source] = {}
     for new, old in minfo.hidden_outvar_to_invar.items():
@@ -254,7 +256,7 @@ def step_flow(minfo: ModuleInfo) -> Flow:
         if isinstance(eqn.primitive, ETPPrimitive):
             y = eqn.outvars[eqn.primitive.y_outvar_index]
             sources[y] = Source(y.aval.shape, may_be_shared=True)
-    return Flow(minfo.jaxpr.eqns, sources, targets=minfo.hidden_outvar_to_invar)
+    return Flow(minfo.jaxpr.eqns, sources, minfo.hidden_outvar_to_invar, scope)
 
 
 def find_hidden_groups_from_minfo(
@@ -339,19 +341,11 @@ def find_hidden_groups_from_module(
 
 
 def _drives(minfo: ModuleInfo, flow: Flow, new: Var, target: Var, couple_layers: bool) -> bool:
-    """Whether the old value of one state reaches the new value of another, in the same layer."""
+    """Whether the old value of one state reaches the new value of another one in its scope."""
     path_of = minfo.outvar_to_hidden_path
     return minfo.hidden_outvar_to_invar[new] in flow.aligned(target) and (
-        couple_layers or _same_layer(path_of[new], path_of[target])
+        couple_layers or flow.scope.couples(path_of[new], path_of[target])
     )
-
-
-def _same_layer(path: Path, other: Path) -> bool:
-    """Paths that part at an integer, as ('layers', 0, ..) and ('layers', 1, ..), are two layers."""
-    for key, other_key in zip(path, other, strict=False):
-        if key != other_key:
-            return not (isinstance(key, int) or isinstance(other_key, int))
-    return True
 
 
 def _make_group(index: int, minfo: ModuleInfo, flow: Flow, news: list[Var]) -> HiddenGroup:
@@ -386,7 +380,7 @@ def _pattern(
             if width:
                 sources = {v: flow.sources[v] for v in flow.targets}
                 sources[old] = flow.sources[old]._replace(plane=plane)
-                by_plane = Flow(flow.eqns, sources, flow.targets)
+                by_plane = Flow(flow.eqns, sources, flow.targets, flow.scope)
             rows = zip(news, widths, strict=True)
             columns.append([r for new, w in rows for r in by_plane.reaches(old, new, w)])
     return tuple(zip(*columns, strict=True))
@@ -417,14 +411,6 @@ def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]
             context={'source': source_line(eqn)},
         )
     return bool(cuts)
-
-
-def is_product(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product with a matrix or kernel: mixing that is cut by design."""
-    return isinstance(eqn.primitive, ETPPrimitive) or eqn.primitive.name in (
-        'dot_general',
-        'conv_general_dilated',
-    )
 
 
 def _note_forward_only(minfo: ModuleInfo, flow: Flow, paths: tuple[Path, ...]) -> None:

@@ -192,7 +192,7 @@ def single_equation(fun: Any, operands: Sequence[Var], result: Var) -> JaxprEqn:
     return _template(fun, len(operands)).replace(invars=list(operands), outvars=[result])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _template(fun: Any, num_operands: int) -> JaxprEqn:
     (eqn,) = open_jaxpr(jax.make_jaxpr(fun)(*[0.0] * num_operands))[0].eqns
     return eqn

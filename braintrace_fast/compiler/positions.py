@@ -269,7 +269,7 @@ def pinned(entry: Entry, index: int) -> Pin | None:
     return Pin(entry.axis, position, entry.size) if 0 <= position < entry.size else None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def clash(one: Alignment, other: Alignment, shape: tuple[int, ...], fewer: int = 0) -> bool:
     """Whether some index reads a source and, at another position, a second source.
 

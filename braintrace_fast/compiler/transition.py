@@ -16,18 +16,14 @@ from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.hidden_jacobian import hidden_jacobian
 from ..kernels.planes import Plane
-from .alignment import even_arrays
 from .control_flow import has_while
 from .flow import Flow, Slice
+from .primitives import SUMS
+from .uniform import uniform_arrays
 
 __all__ = ['GroupTransition', 'Plane', 'Planes', 'build_transition', 'is_forward_only']
 
 Planes = list[list[Plane]]
-
-SUMS = frozenset(
-    'add add_any convert_element_type copy expand_dims neg reshape squeeze sub'.split()
-)
-"""Keep the numbers that the terms of a sum are multiplied by, but for their sign."""
 
 
 def is_forward_only(jaxpr: Jaxpr) -> bool:
@@ -128,7 +124,7 @@ class GroupTransition:
 def _is_even_sum(jaxpr: Jaxpr, num_constants: int) -> bool:
     """Whether a result is a sum of the inputs behind the constants, each times a single number."""
     moving = set([*jaxpr.constvars, *jaxpr.invars][num_constants:])
-    even = even_arrays(jaxpr.eqns, lambda v: not v.aval.ndim and v not in moving)
+    even = uniform_arrays(jaxpr.eqns, lambda v: not v.aval.ndim and v not in moving)
 
     def is_even(atom: Any) -> bool:
         return not atom.aval.ndim or (not isinstance(atom, Literal) and atom in even)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from .._compat import JaxprEqn, Literal, equation_function, open_jaxpr, struct
-from .alignment import align_results, is_inexact
+from .alignment import align_results
 from .positions import identity_alignment
+from .primitives import is_inexact
 
 __all__ = ['follows', 'with_reverse_mode']
 

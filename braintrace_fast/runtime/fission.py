@@ -46,8 +46,8 @@ from .._compat import (
     struct,
 )
 from .._typing import PyTree
-from ..compiler.alignment import even_arrays
 from ..compiler.control_flow import ControlFlowPolicy, flatten
+from ..compiler.uniform import uniform_arrays
 from ..op.matmul import outer_total
 from .factors import stacked
 
@@ -506,7 +506,7 @@ def _outvars(eqns: Sequence[JaxprEqn]) -> list[Var]:
 
 def _of_one_number(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], set[Var]]:
     """The cheap equations that make arrays of one number, and all such arrays."""
-    even = even_arrays(eqns, lambda v: not v.aval.ndim)
+    even = uniform_arrays(eqns, lambda v: not v.aval.ndim)
     cheap = [eqn for eqn in eqns if eqn.outvars[0] in even and eqn.primitive.name in CHEAP]
     return cheap, {v for v in even if v.aval.size and v.aval.ndim}
 

@@ -374,7 +374,7 @@ def bound_rules(
 
     With ``slopes``, new traces are in the coordinates of the parameter, not of the op's weight.
     """
-    rules, params = relation.primitive.trace_rules, relation.eqn_params
+    rules, params = relation.primitive.trace_rules, relation.rule_params
 
     def outer(x: Any, plane: jax.Array) -> Any:
         trace = rules.outer(x, plane, **params)
