@@ -13,9 +13,9 @@ from jax.extend.core import get_opaque_trace_state
 from .._typing import PyTree
 from ..errors import NotSupportedError
 from ..runtime.factors import Entry, Factors, Signals, Zeros, as_window, stacked, without_zeros
-from ..runtime.fission import StatefulLoop
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import MultiStepData, SingleStepData
+from ..runtime.loop_splitting import StatefulLoop
 from ..runtime.planner import Plan, parse_bytes, plan_windows, tree_bytes
 
 __all__ = ['Recorder', 'SequenceDriverMixin', 'Windows']
