@@ -11,8 +11,8 @@ from jax import lax
 from .._typing import Path, PyTree
 from ..runtime.engine import Steps, Trace
 from ..runtime.factors import Entry, as_window, stacked, without_zeros
-from ..runtime.fission import StatefulLoop
 from ..runtime.gradient import GradientSum
+from ..runtime.loop_splitting import StatefulLoop
 from ..runtime.planner import Plan, plan_windows, tree_bytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
-from braintrace_fast.runtime import planner
+from braintrace_fast.runtime import memory_budget, planner
 from braintrace_fast.runtime.planner import (
     Count,
     Plan,
@@ -219,6 +219,14 @@ def test_what_is_computed_on_the_way_is_not_counted():
     assert plain == Count(0, 80) and fused == Count(0, 120)
 
 
+def test_a_callback_without_results_is_counted():
+    def window(x):
+        jax.debug.callback(lambda a: None, x[0])
+        return jnp.cumsum(x, 0)
+
+    assert count_window(window, jnp.ones((5, 10))) == Count(0, 80)
+
+
 def test_counting_leaves_states_as_they_are():
     state = brainstate.ShortTermState(jnp.zeros(3))
 
@@ -266,7 +274,7 @@ class Device:
     [
         ({'bytes_limit': 20 * 2**30, 'bytes_in_use': 2 * 2**30}, 4 * 2**30),
         ({'bytes_limit': 8 * 2**30}, 2 * 2**30),
-        (None, planner.UNKNOWN),
+        (None, memory_budget.UNKNOWN),
     ],
 )
 def test_the_default_budget_is_a_share_of_what_is_free(monkeypatch, stats, budget):

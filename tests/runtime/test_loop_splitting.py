@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 
 import braintrace_fast as braintrace
 from braintrace_fast._compat import Primitive
-from braintrace_fast.runtime.fission import StatefulLoop, loop
+from braintrace_fast.runtime.loop_splitting import StatefulLoop, loop
 
 
 def plain(body, carry, xs):
