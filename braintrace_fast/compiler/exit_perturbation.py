@@ -8,6 +8,8 @@
   operations that mix positions on the way to a hidden state are not followed.
 """
 
+import functools
+import operator
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -27,11 +29,11 @@ from .._compat import (
     rewire,
 )
 from .control_flow import has_while
+from .equations import single_equation
 from .flow import Flow
 from .hidden_group import HiddenGroup
-from .liveness import needed_equations, reached_variables, read_variables
+from .liveness import needed_equations, reached_variables, read_variables, variables
 from .module_info import ModuleInfo
-from .perturbation import single_equation
 from .primitives import passes_derivative
 from .relation import HiddenParamOpRelation
 from .while_loop import with_reverse_mode
@@ -206,17 +208,14 @@ class _Rewriter:
                     zero = self.exits[self.minfo.hidden_path_to_outvar[path]]
                     told[zero] = told.get(zero, 0) | 1 << r
         for eqn in self.eqns:
-            found = 0
-            for v in eqn.invars:
-                if not isinstance(v, Literal):
-                    found |= reached.get(v, 0)
-            for v in eqn.invars:
-                if not isinstance(v, Literal):
-                    found &= ~told.get(v, 0)
-            if found:
+            operands = variables(eqn.invars)
+            reaching = functools.reduce(operator.or_, (reached.get(v, 0) for v in operands), 0)
+            for v in operands:
+                reaching &= ~told.get(v, 0)
+            if reaching:
                 flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
-                reached.update((v, found) for v, passes in flows if passes)
-        ends = [reached.get(v, 0) for v in results if not isinstance(v, Literal)]
+                reached.update((v, reaching) for v, passes in flows if passes)
+        ends = [reached.get(v, 0) for v in variables(results)]
         return tuple(any(end >> r & 1 for end in ends) for r in range(len(self.relations)))
 
     def reached_by_old_states(self) -> set[Var]:
@@ -236,11 +235,8 @@ class _Rewriter:
 
     def reached_groups(self, v: Var) -> World:
         """The groups whose new states reach a variable position by position, as bits."""
-        found = OUTSIDE
-        for source in self.flow.aligned(v):
-            if source is not v:
-                found |= self.group_of.get(source, OUTSIDE)
-        return found
+        groups = (self.group_of.get(s, OUTSIDE) for s in self.flow.aligned(v) if s is not v)
+        return functools.reduce(operator.or_, groups, OUTSIDE)
 
     def same(self, v: Var, world: World) -> World:
         """The smallest world in which a variable has the same value."""
@@ -265,10 +261,9 @@ class _Rewriter:
         last equation to the first, comes to a variable's own equation, it has met all its readers.
         """
         needed = self.needed
-        anywhere = {v for v in values if not isinstance(v, Literal)}
-        for v in outputs:
-            if not isinstance(v, Literal):
-                needed.setdefault(v, set()).add(OUTSIDE)
+        anywhere = set(variables(values))
+        for v in variables(outputs):
+            needed.setdefault(v, set()).add(OUTSIDE)
         planned = []
         for index in range(len(self.flow.eqns) - 1, -1, -1):
             eqn = self.flow.eqns[index]
@@ -318,7 +313,7 @@ class _Rewriter:
         relation = self.static_relations.get(eqn.outvars[0]) if eqn.outvars else None
         if relation is not None:
             positions = relation.primitive.trainable_invars(eqn.params)
-            return [positions[key] for key in relation.trainable_vars]
+            return [positions[key] for key in relation.weight_ways]
         return []
 
     def store(self, v: Var, world: World, result: Var) -> None:

@@ -238,17 +238,17 @@ def concatenated(sources: Sequence[tuple[int, int, Alignment]], axis: int) -> Ou
 
 def _pieces(parts: Iterable[tuple[int, int, Along]]) -> Entry:
     """Parts in order, with those of equal entries as one."""
-    found: list[tuple[int, int, Along]] = []
+    merged: list[tuple[int, int, Along]] = []
     for begin, end, entry in parts:
         reading = entry.indices(end)
         if max(reading.start, begin) >= reading.stop:
             continue
-        if found and found[-1][2] == entry:
-            begin = found.pop()[0]
-        found.append((begin, end, entry))
-    if not found:
+        if merged and merged[-1][2] == entry:
+            begin = merged.pop()[0]
+        merged.append((begin, end, entry))
+    if not merged:
         return NOTHING
-    return found[0][2] if len(found) == 1 else Pieces(tuple(found))
+    return merged[0][2] if len(merged) == 1 else Pieces(tuple(merged))
 
 
 def partly_in_place(alignment: Alignment, shape: Sequence[int]) -> bool:
@@ -334,10 +334,10 @@ def _read(entry: Entry, length: int) -> Sequence[tuple[int, ...] | None]:
         return [()] * length
     if isinstance(entry, Only):
         return [() if i in entry.indices else None for i in range(length)]
-    found: list[tuple[int, ...] | None] = [None] * length
+    read: list[tuple[int, ...] | None] = [None] * length
     parts = entry.parts if isinstance(entry, Pieces) else ((0, length, entry),)
     for begin, end, part in parts:
         for i in part.indices(end):
             if i >= begin:
-                found[i] = (part.axis, part.start + part.step * i)
-    return found
+                read[i] = (part.axis, part.start + part.step * i)
+    return read

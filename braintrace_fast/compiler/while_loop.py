@@ -61,11 +61,11 @@ def with_reverse_mode(eqn: JaxprEqn) -> JaxprEqn:
         kept: list[list[jax.Array]], cotangents: Sequence[jax.Array]
     ) -> tuple[jax.Array | None, ...]:
         pulled: list[Any] = [None] * len(eqn.invars)
-        for place, found in zip(moving, kept, strict=True):
+        for place, slopes_of_one in zip(moving, kept, strict=True):
             shape, dtype = eqn.invars[place].aval.shape, eqn.invars[place].aval.dtype
             terms = (
                 slope * cotangents[i]
-                for i, slope in zip(floats, found, strict=True)
+                for i, slope in zip(floats, slopes_of_one, strict=True)
                 if slope.shape == shape
             )
             pulled[place] = sum(terms, start=jnp.zeros(shape, dtype)).astype(dtype)
