@@ -47,9 +47,9 @@ class ExitPerturbation:
 
     The loss sees a new state with its perturbation, and so do other groups and everything that
     mixes positions; the other planes of the same group see it without, because ``D`` contains that
-    path already. Old states are perturbed for what is computed from them past all new states, as an
-    output that returns a value before it is stored. Equations that serve both sides are there
-    twice.
+    path already. Old states are perturbed for what is computed from them past all new states, such
+    as an output that returns a value before it is stored. Equations that serve both sides are
+    evaluated twice.
 
     A traced op whose weights depend on parameters and constants only takes no derivative by them
     here: ``c (x) x`` gives it. All other weights are differentiated as usual.
@@ -125,19 +125,19 @@ def add_exit_perturbation(
 
 
 World = int
-"""What is seen without its perturbation, as bits: ``OLD`` states; from bit 1 on, new states of the
-groups in order."""
+"""Which states are seen without their perturbation, as bits: ``OLD`` ones and, from bit 1 on, the
+new ones of each group in order."""
 
 OUTSIDE: World = 0
 OLD: World = 1
 
 
 class _Rewriter:
-    """Evaluates every equation once per world in which its results are needed.
+    """Evaluates every equation once in each world that needs its results.
 
     Take ``i' = i + y; v' = v + i'; out = v'`` with one group of ``i`` and ``v``. The loss must see
-    ``i' + p`` and ``v' + q``, but ``v'`` itself must be made from ``i'`` without ``p``. So ``i'``
-    is there in two worlds: inside the group as it was computed, and outside with its perturbation.
+    ``i' + p`` and ``v' + q``, but ``v'`` itself must be computed from ``i'`` without ``p``. So
+    ``i'`` exists in two worlds: inside the group as it was computed, outside with its perturbation.
 
     Outside, all states carry their perturbation. A new state of a group is computed in a world that
     contains the group and ``OLD``, and its perturbation is added on leaving. A variable is the same
@@ -199,8 +199,8 @@ class _Rewriter:
 
     def bypassing_ys(self, results: Sequence[Atom]) -> tuple[bool, ...]:
         """Per relation, whether its ``y`` reaches a result other than through ``f`` and an exit."""
-        told: dict[Var, int] = {}  # by the zero of an exit: the relations whose f says it all
-        reached: dict[Var, int] = {}  # by variable: the relations that reach it otherwise
+        told: dict[Var, int] = {}  # by zero of an exit: the relations whose f contains all paths
+        reached: dict[Var, int] = {}  # by variable: the relations that reach it by other paths
         for r, relation in enumerate(self.relations):
             reached[self.y_zeros[relation.y_var]] = 1 << r
             for path, how in relation.path_classification.items():
@@ -306,10 +306,7 @@ class _Rewriter:
             self.store(v, world, result)
 
     def constant_operands(self, eqn: JaxprEqn) -> list[int]:
-        """Operands by which nothing is differentiated.
-
-        These are the traced weights, for which ``c (x) x`` stands.
-        """
+        """The traced weights of an op: no gradient is taken, since it is ``c (x) x``."""
         relation = self.static_relations.get(eqn.outvars[0]) if eqn.outvars else None
         if relation is not None:
             positions = relation.primitive.trainable_invars(eqn.params)

@@ -3,13 +3,13 @@
 Sources are hidden states (old and new values) and the outputs of ETP ops. For every variable that a
 source reaches, the flow records how the positions correspond, and which equations cut a path: those
 that mix positions, as ETP ops, matrix products, reductions and permutations do. Paths that are cut
-have no part in ``D`` and ``f``: that is what "diagonal" means.
+are not part of ``D`` and ``f``: that is what "diagonal" means.
 
 A path is *cut* where it meets an equation that mixes positions; the equations that cut it are kept
-with the dependence. An operand is *detached* where a source would mix by it into a result that is
-aligned otherwise, or would be read at other positions than a source that is in place: slices take
-it as a constant. A source is *unfit* for a new state whose shape does not correspond to its own, so
-that no path between them can line up.
+with the dependence. An operand is *detached*, so that slices take it as a constant, if through it a
+source would be mixed into a result that is aligned through other operands, or be read at other
+positions than a source that is in place. A source is *unfit* for a new state whose shape does not
+correspond to its own, so that no path between them can line up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,7 +131,7 @@ class Flow:
         return [v for v, flows in zip(eqn.outvars, passes, strict=True) if flows]
 
     def mixer(self, cut: int) -> JaxprEqn:
-        """The equation to name for a cut: the one that moved positions, if others meet later."""
+        """The equation to blame for a cut: an earlier one, if that moved the positions."""
         return self.eqns[self.movers.get(cut, cut)]
 
     def reaches(self, source: Var, target: Var, width: int) -> list[bool]:
@@ -246,8 +246,8 @@ class Flow:
     ) -> '_Outcomes':
         """Outcomes per source, with operands detached that would mix into an aligned result.
 
-        A source that arrives in place by some operands is not let in by others that move it. And a
-        result that is aligned to one source must not let another one in unaligned, or at other
+        A source that arrives in place through some operands is kept out of others that move it. And
+        a result that is aligned with one source keeps out another one that is mixed, or at other
         positions. Such operands are taken as constants, for every source.
         """
         detached: frozenset[int] = frozenset()
@@ -340,7 +340,7 @@ class Flow:
         outcomes: '_Outcomes',
         detached: frozenset[int],
     ) -> frozenset[int]:
-        """Operands by which a source mixes, where it arrives in place by others alone."""
+        """Operands through which a source mixes, where it arrives in place through others."""
         for source in (s for s, results in outcomes.items() if _moves(eqn, results)):
             alignments = {
                 place: own[source].alignment
@@ -368,8 +368,8 @@ class Flow:
     def slice(self, sources: Sequence[Var], results: Sequence[Var]) -> Slice:
         """The part of the step through which the sources reach the results position by position.
 
-        Every other variable that it needs becomes a constant of the slice; but of an array that is
-        one number throughout, the slice has the way from the number, which may be cheaper to pass.
+        Every other variable that it needs becomes a constant of the slice. But a uniform array is
+        computed inside the slice from its number, which is cheaper to pass.
         """
         reached: set[Var] = set().union(*(self._reached[source] for source in sources))
         inner = reached.difference(sources)
@@ -409,11 +409,11 @@ class Flow:
 
     @cached_property
     def _uniform(self) -> set[Var]:
-        """Arrays that are one number throughout, by the way they are computed, from no source."""
+        """The uniform arrays that no source reaches."""
         return uniform_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
 
     def _ways(self, variables: Iterable[Var]) -> dict[Var, int]:
-        """What leads to those of some variables that are uniform, each with its equation."""
+        """Those of some variables that are uniform, and what leads to them, by equation."""
         made: dict[Var, int] = {}
         pending = [v for v in variables if v in self._uniform]
         while pending:
@@ -438,7 +438,7 @@ def _moves(eqn: JaxprEqn, outcomes: Sequence[Outcome]) -> bool:
 class _Outcomes(dict[Var, list[Outcome]]):
     """The outcome of one equation per source, given operands that are taken as constants.
 
-    ``lost`` are the sources of which a part is not let in.
+    ``lost`` are the sources that such operands carry.
     """
 
     def __init__(

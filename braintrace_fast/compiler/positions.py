@@ -12,7 +12,7 @@ axis each of its axes runs along: one entry per axis,
 
 Behind them stand the source axes of which one index was taken, so that no axis runs along them:
 ``Pin(axis, position, size)`` says that everything here reads that one. Every source axis of size
-above one is present in every alignment. What an alignment allows need not be read in fact.
+above one is present in every alignment. An alignment says what may be read, not what is.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Only(NamedTuple):
 
 
 class Along(NamedTuple):
-    """Index ``i`` reads index ``start + step * i`` of a source axis, if it has that one."""
+    """Index ``i`` reads index ``start + step * i`` of a source axis, if there is one."""
 
     axis: int
     start: int
@@ -82,7 +82,7 @@ class Pieces(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """A source axis of which all that is here reads one index."""
+    """A source axis of which only one index is read."""
 
     axis: int
     position: int
@@ -261,7 +261,7 @@ def partly_in_place(alignment: Alignment, shape: Sequence[int]) -> bool:
 
 
 def pinned(entry: Entry, index: int) -> Pin | None:
-    """What is left of an axis of which one index is taken; None if that reads nothing."""
+    """What is known of an axis of which one index is taken; None if that reads nothing."""
     if isinstance(entry, Pieces):
         parts = [part for begin, end, part in entry.parts if begin <= index < end]
         return pinned(parts[0], index) if parts else None
@@ -304,7 +304,7 @@ def clash(one: Alignment, other: Alignment, shape: tuple[int, ...], fewer: int =
 def _lanes(
     one: Alignment, other: Alignment, shape: tuple[int, ...]
 ) -> list[tuple[Entry, Entry, int]] | None:
-    """Pairs of entries with the sizes of their axes, merged ones apart; None if they differ."""
+    """Pairs of entries with the sizes of their axes, merged ones split; None if they differ."""
     lanes: list[tuple[Entry, Entry, int]] = []
     for *entries, length in zip(one, other, shape, strict=False):
         merged = [entry for entry in entries if isinstance(entry, Merged)]
@@ -329,7 +329,7 @@ def _axis(entry: Along | Pieces) -> int:
 
 
 def _read(entry: Entry, length: int) -> Sequence[tuple[int, ...] | None]:
-    """Per index, the source axis and position read; empty if any, None if none."""
+    """Per index, the source axis and position that it reads; empty for any, None for none."""
     if entry is None:
         return [()] * length
     if isinstance(entry, Only):

@@ -1,4 +1,4 @@
-"""A compiled graph, told to a person."""
+"""A compiled graph in words."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -51,8 +51,8 @@ class TraceRules:
     is_outer : bool
         Whether ``x`` and plane have the same leading axes, the trace of ``'weight'`` is the outer
         product of their last ones, and every other entry of the trace is the plane itself: that
-        is what kernels are made for. Where all outputs are the same, planes and traces then have
-        one in their last axis, which the rules must take for all.
+        is what kernels are made for. Planes and traces that are uniform over outputs then have
+        size one in their last axis, which the rules must broadcast.
 
     Notes
     -----
@@ -85,7 +85,7 @@ class ETPPrimitive(Primitive):
     y_outvar_index : int
         Which output is ``y``.
     trace_rules : TraceRules or None
-        How to carry this op's trace; without them only windows that start fresh can be learned.
+        How to carry this op's trace; without them only fresh windows can be learned.
     """
 
     forward: Callable[..., jax.Array]
