@@ -25,11 +25,8 @@ from .compiler import (
     ETraceGraph,
     HiddenGroup,
     HiddenParamOpRelation,
-    HiddenPerturbation,
     ModuleInfo,
     Scope,
-    add_hidden_perturbation_from_minfo,
-    add_hidden_perturbation_in_module,
     compile_etrace_graph,
     extract_module_info,
     find_hidden_groups_from_minfo,
@@ -47,6 +44,11 @@ from .errors import (
 )
 from .learner import ETraceVmap, compile
 from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
+from .reference_api.compiler import (
+    HiddenPerturbation,
+    add_hidden_perturbation_from_minfo,
+    add_hidden_perturbation_in_module,
+)
 from .runtime import (
     ETraceGraphExecutor,
     ETraceVjpGraphExecutor,

@@ -238,10 +238,10 @@ def _cotangent_alignments(eqn: JaxprEqn, place: int, carries: Sequence[bool]) ->
     except Exception:  # no reverse mode, or operands that cannot be abstract: say "mixes"
         return [False if moves else None for moves in inexact]
     identity = identity_alignment(result.shape)
-    found = iter(through(closed, [identity, *[None] * len(eqn.invars)]))
+    outcomes = iter(through(closed, [identity, *[None] * len(eqn.invars)]))
     reached: list[bool | None] = []
     for operand, moves in zip(eqn.invars, inexact, strict=True):
-        outcome = next(found) if moves else None
+        outcome = next(outcomes) if moves else None
         same = outcome == identity and operand.aval.shape == result.shape
         reached.append(None if outcome is None else same)
     return reached

@@ -1,4 +1,4 @@
-"""States besides hidden ones and weights that carry derivatives from step to step, untraced."""
+"""States, neither hidden nor weights, that carry influence from step to step untraced."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ __all__ = ['CarriedStates']
 
 
 class CarriedStates:
-    """The floats of a step that are carried over in states that are not traced.
+    """The floating-point values that a step carries over in states that are not traced.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class CarriedStates:
         return reached
 
     def lasting(self, sources: Iterable[Var]) -> list[Path]:
-        """The carried states by which the sources reach results or hidden states of later steps."""
+        """The states through which the sources reach results or hidden states of later steps."""
         if not any(self._pairs.values()):
             return []
         reached = self.reached_from(sources, over_time=True)

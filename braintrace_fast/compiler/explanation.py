@@ -248,7 +248,7 @@ class Explainer:
         )
 
     def _is_unfit(self, y: Var, new: Var, mixers: Sequence[JaxprEqn]) -> bool:
-        """Whether it is for its shape that an op's output does not reach a state: fused gates."""
+        """Whether an op's output does not reach a state because of its shape: fused gates."""
         shape = self.flow.sources[new].shape
         fits = shape[max(len(shape) - y.aval.ndim, 0) :] == y.aval.shape
         return (y, new) in self.flow.unfit or not (fits or any(map(is_product, mixers)))
@@ -337,7 +337,7 @@ class Explainer:
                 DiagnosticKind.CARRIED_STATE_NOT_TRACED,
                 DiagnosticLevel.WARNING,
                 f'{path} carries the influence of {drivers or "weights"} to later steps, and is '
-                f'no HiddenState: that influence is not traced. {_MAKE_HIDDEN}',
+                f'not a HiddenState: that influence is not traced. {_MAKE_HIDDEN}',
                 hidden_paths=tuple(drivers),
                 context={'state': path},
             )

@@ -17,8 +17,9 @@ from ..op import ETPPrimitive
 from .auxiliary import aux_values
 from .carried import CarriedStates
 from .explanation import Explainer
+from .find_groups import find_hidden_groups_from_minfo, step_flow
 from .flow import Flow
-from .hidden_group import HiddenGroup, find_hidden_groups_from_minfo, step_flow
+from .hidden_group import HiddenGroup
 from .liveness import variables
 from .module_info import ModuleInfo, extract_module_info
 from .nested import check_nested
@@ -83,26 +84,14 @@ def find_hidden_param_op_relations_from_minfo(
 def find_hidden_param_op_relations_from_module(
     model: brainstate.nn.Module, *model_args: Any, **model_kwargs: Any
 ) -> list[HiddenParamOpRelation]:
-    """Find the relations of a model.
-
-    Parameters
-    ----------
-    model : brainstate.nn.Module
-        A model with initialised states.
-    *model_args, **model_kwargs
-        Example inputs of one step.
-
-    Returns
-    -------
-    list of HiddenParamOpRelation
+    """Find the relations of a model, traced by :func:`extract_module_info`.
 
     Examples
     --------
-    >>> import brainstate, jax.numpy as jnp
-    >>> import braintrace_fast as braintrace
-    >>> gru = braintrace.nn.GRUCell(3, 4)
+    >>> import brainstate, braintrace_fast as braintrace, jax.numpy as jnp
+    >>> x, gru = jnp.ones(3), braintrace.nn.GRUCell(3, 4)
     >>> _ = brainstate.nn.init_all_states(gru)
-    >>> relations = braintrace.find_hidden_param_op_relations_from_module(gru, jnp.ones(3))
+    >>> relations = braintrace.find_hidden_param_op_relations_from_module(gru, x)
     >>> [relation.path for relation in relations]
     [('Wz', 'weight'), ('Wh', 'weight')]
     """

@@ -23,18 +23,10 @@ def needed_equations(
     known: Collection[Var] = frozenset(),
     keep_effects: bool = False,
 ) -> list[JaxprEqn]:
-    """The equations that lead to some results, in order.
+    """The equations that lead to some results, in the order in which they run.
 
-    Parameters
-    ----------
-    eqns : sequence of JaxprEqn
-        Equations in the order in which they run.
-    results : iterable of Atom
-        What is wanted.
-    known : collection of Var
-        Variables that need not be computed.
-    keep_effects : bool
-        Whether to keep every equation with a side effect, and what leads to it.
+    What is ``known`` need not be computed. With ``keep_effects``, every equation with a side effect
+    is kept, and what leads to it.
     """
     live = {v for v in variables(results) if v not in known}
     kept = []
@@ -50,16 +42,10 @@ def reached_variables(
     sources: Iterable[Var],
     into: Callable[[JaxprEqn], Iterable[Var]] = lambda eqn: eqn.outvars,
 ) -> set[Var]:
-    """The sources, and all that they lead to.
+    """The sources, and all that they lead to by equations in the order in which they run.
 
-    Parameters
-    ----------
-    eqns : iterable of JaxprEqn
-        Equations in the order in which they run.
-    sources : iterable of Var
-        Where to start.
-    into : callable
-        Into which results of an equation one of its operands leads; into all by default.
+    ``into`` says into which of its results an equation leads one of its operands; into all, by
+    default.
     """
     reached = set(sources)
     for eqn in eqns:

@@ -12,10 +12,14 @@ from .._typing import Path, PyTree
 from .control_flow import ControlFlowPolicy, flatten
 from .environment import CHANGING, Environment, EnvironmentValues
 from .own_variables import check_same_types, give_own_variables, note_old_values
+from .pretty import pretty
 from .primitives import is_inexact
 from .tracing import TracedStep, trace_step
 
-__all__ = ['ModuleInfo', 'extract_module_info']
+__all__ = ['ModuleInfo', 'StepOutputs', 'extract_module_info']
+
+StepOutputs = tuple[PyTree, dict[Path, Any], dict[Path, Any], dict[Var, jax.Array]]
+"""Results, new hidden states by path, other new states by path, and values of output variables."""
 
 
 class ModuleInfo(NamedTuple):
@@ -58,13 +62,11 @@ class ModuleInfo(NamedTuple):
 
     Examples
     --------
-    >>> import brainstate, jax.numpy as jnp
-    >>> import braintrace_fast as braintrace
+    >>> import brainstate, braintrace_fast as braintrace, jax.numpy as jnp
     >>> gru = braintrace.nn.GRUCell(3, 4)
     >>> _ = brainstate.nn.init_all_states(gru)
-    >>> info = braintrace.extract_module_info(gru, jnp.ones(3))
-    >>> info.num_var_out, list(info.hidden_path_to_invar)
-    (1, [('h',)])
+    >>> list(braintrace.extract_module_info(gru, jnp.ones(3)).hidden_path_to_invar)
+    [('h',)]
     """
 
     stateful_model: brainstate.transform.StatefulFunction
@@ -164,7 +166,7 @@ class ModuleInfo(NamedTuple):
 
     def jaxpr_call(
         self, *args: Any, old_state_vals: Sequence[Any] | None = None, **kwargs: Any
-    ) -> tuple[PyTree, dict[Path, Any], dict[Path, Any], dict[Var, jax.Array]]:
+    ) -> StepOutputs:
         """Run one step, without touching the model's states.
 
         Parameters
@@ -184,9 +186,7 @@ class ModuleInfo(NamedTuple):
         outs = jax.core.eval_jaxpr(self.jaxpr, self.consts, *flat)
         return self.sort_outputs(outs)
 
-    def sort_outputs(
-        self, jaxpr_outs: Sequence[jax.Array]
-    ) -> tuple[PyTree, dict[Path, Any], dict[Path, Any], dict[Var, jax.Array]]:
+    def sort_outputs(self, jaxpr_outs: Sequence[jax.Array]) -> StepOutputs:
         """Sort the outputs of the jaxpr, or of a rewritten one with the same outputs."""
         num_main = self.num_var_out + self.num_var_state
         out, states = jax.tree.unflatten(self.out_tree, jaxpr_outs[:num_main])
@@ -218,9 +218,7 @@ class ModuleInfo(NamedTuple):
         return self._asdict()
 
     def __repr__(self) -> str:
-        return repr(
-            brainstate.util.PrettyMapping(self._asdict(), type_name=self.__class__.__name__)
-        )
+        return pretty(self)
 
 
 def extract_module_info(

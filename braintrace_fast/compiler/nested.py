@@ -103,7 +103,7 @@ def _note_lost_output(explainer: Explainer, eqn: JaxprEqn, operand: Any) -> None
             DiagnosticLevel.WARNING,
             eqn,
             f'an output reads {paths} through a while loop that mixes their positions; '
-            'what it learns from the past by that way is lost. Use lax.scan, or '
+            'what would be learned from the past that way is lost. Use lax.scan, or '
             'lax.fori_loop with a fixed number of steps.',
             hidden_paths=tuple(paths),
         )

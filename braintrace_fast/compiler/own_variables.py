@@ -2,32 +2,28 @@
 
 from collections.abc import Iterable, Sequence
 
-import jax
-import jax.numpy as jnp
-
 from .._compat import (
     Atom,
     ClosedJaxpr,
     JaxprEqn,
     Literal,
-    Var,
     build_closed_jaxpr,
     new_var,
     open_jaxpr,
     rewire,
     source_line,
-    struct,
 )
 from .._typing import Path
 from ..errors import CompilationError
 from ..op import ETPPrimitive
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
+from .equations import copy_equation
 from .liveness import reached_variables, variables
 
 __all__ = ['check_same_types', 'give_own_variables', 'note_old_values']
 
 
-def check_same_types(old: dict[Path, Var], new: dict[Path, Var]) -> None:
+def check_same_types(old: dict[Path, Atom], new: dict[Path, Atom]) -> None:
     """Refuse a step that changes the shape or type of a hidden state."""
     for path, before in old.items():
         after, expected = new[path].aval, before.aval
@@ -39,7 +35,7 @@ def check_same_types(old: dict[Path, Var], new: dict[Path, Var]) -> None:
             )
 
 
-def note_old_values(old: dict[Path, Var], new: dict[Path, Atom], eqns: Sequence[JaxprEqn]) -> None:
+def note_old_values(old: dict[Path, Atom], new: dict[Path, Atom], eqns: Sequence[JaxprEqn]) -> None:
     """Say which states are left as they are, or set to the old value of another one."""
     for path, value in new.items():
         source = next((p for p, v in old.items() if v is value), None)
@@ -66,7 +62,7 @@ def note_old_values(old: dict[Path, Var], new: dict[Path, Atom], eqns: Sequence[
             )
 
 
-def _product_of(value: Var, eqns: Sequence[JaxprEqn]) -> JaxprEqn | None:
+def _product_of(value: Atom, eqns: Sequence[JaxprEqn]) -> JaxprEqn | None:
     """The first product that reads a value, or what is made of it."""
     made = reached_variables(eqns, [value])
     products = (
@@ -94,7 +90,7 @@ def give_own_variables(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxp
         new = outvars[place]
         if isinstance(new, Literal) or new not in ordinary:
             outvars[place] = new_var(new.aval)
-            eqns.append(_copy_equation(new, outvars[place]))
+            eqns.append(copy_equation(new, outvars[place]))
         else:
             ordinary.remove(new)
     return build_closed_jaxpr(jaxpr.constvars, consts, jaxpr.invars, outvars, eqns)
@@ -107,12 +103,7 @@ def _copied_ops(eqns: Iterable[JaxprEqn], states: Sequence[Atom]) -> list[JaxprE
         if isinstance(eqn.primitive, ETPPrimitive) and any(v is eqn.outvars[0] for v in states):
             (state,) = eqn.outvars
             output = new_var(state.aval)
-            copied += [rewire(eqn, eqn.invars, [output]), _copy_equation(output, state)]
+            copied += [rewire(eqn, eqn.invars, [output]), copy_equation(output, state)]
         else:
             copied.append(eqn)
     return copied
-
-
-def _copy_equation(atom: Atom, result: Var) -> JaxprEqn:
-    (eqn,) = open_jaxpr(jax.make_jaxpr(lambda x: jnp.array(x, copy=True))(struct(atom)))[0].eqns
-    return eqn.replace(invars=[atom], outvars=[result])

@@ -47,7 +47,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 def with_pins(
     outcome: Alignment, pins: tuple[Pin, ...], shape: Sequence[int], name: str
 ) -> Alignment:
-    """An outcome with source axes of which one index is read; a new axis of size one may be it."""
+    """An outcome with pinned source axes, which new axes of size one may take up."""
     entries, left = list(outcome[: len(shape)]), sorted({*outcome[len(shape) :], *pins})
     if name in ('broadcast_in_dim', 'reshape'):
         for axis, size in enumerate(shape):
@@ -114,9 +114,9 @@ def _squeeze(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcom
 
 
 def _without(source: Alignment, axes: Sequence[int], shape: Sequence[int]) -> Outcome:
-    """The outcome where some axes are gone; with one that runs, its positions are lost.
+    """The outcome where some axes are gone: if one of them runs, its positions are lost.
 
-    Of an axis of size one, the position is known.
+    But the position in an axis of size one is known.
     """
     pins = []
     for axis in axes:

@@ -1,4 +1,4 @@
-"""The way of a weight from its ``ParamState`` to the op, as a function to pull back through."""
+"""From a ``ParamState`` to the op that reads it: a function to pull gradients back through."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class WeightWay:
     param_vars : tuple of Var
         The parameter leaves that it starts from; those of integers (a mask) come last.
     paths : tuple of Path
-        Their ``ParamState``s.
+        The paths of their ``ParamState``s.
     leaf_indices : tuple of int
         Which leaf of its ``ParamState`` each one is.
     varying_vars : tuple of Var
@@ -58,11 +58,11 @@ class WeightWay:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the op reads a parameter as it is."""
+        """Whether the op reads a parameter directly."""
         return not self._jaxpr.eqns
 
     def __call__(self, params: Sequence[jax.Array], varying: Sequence[jax.Array] = ()) -> jax.Array:
-        """The weight as the op receives it, from the values of the parameters."""
+        """The weight as the op receives it, given the values of the parameters."""
         (weight,) = jax.core.eval_jaxpr(self._jaxpr, self._consts, *params, *varying)
         return weight
 

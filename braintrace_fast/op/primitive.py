@@ -51,8 +51,8 @@ class TraceRules:
     is_outer : bool
         Whether ``x`` and plane have the same leading axes, the trace of ``'weight'`` is the outer
         product of their last ones, and every other entry of the trace is the plane itself: that
-        is what kernels are made for. Where all outputs are the same, planes and traces then have
-        one in their last axis, which the rules must take for all.
+        is what kernels are made for. Planes and traces that are uniform over outputs then have
+        size one in their last axis, which the rules must broadcast.
 
     Notes
     -----
@@ -85,7 +85,7 @@ class ETPPrimitive(Primitive):
     y_outvar_index : int
         Which output is ``y``.
     trace_rules : TraceRules or None
-        How to carry this op's trace; without them only windows that start fresh can be learned.
+        How to carry this op's trace; without them only fresh windows can be learned.
     """
 
     forward: Callable[..., jax.Array]
@@ -173,44 +173,33 @@ def register_primitive(
 ) -> ETPPrimitive:
     """Make an ETP op out of a function in plain JAX.
 
-    The result is a full JAX primitive: it can be jitted, differentiated in both modes, transposed,
-    vmapped and checkpointed. Under a derivative the op itself stays visible; its tangents are plain
-    JAX.
+    The result is a full JAX primitive, with every transformation. Under a derivative the op itself
+    stays visible; its tangents are plain JAX.
 
     Parameters
     ----------
     name : str
-        The name of the primitive; each can be taken once.
+        The name of the primitive; one that is taken is a ``ValueError``.
     impl_fn : Callable
-        ``(*inputs, **params) -> y``: one array out of ``x``, the trainable and the auxiliary
-        inputs, with hashable keyword parameters.
+        ``(*inputs, **params) -> y``: one array, with hashable keyword parameters.
     batched, gradient_enabled, x_invar_index, y_outvar_index, trace_rules : optional
         The attributes of :class:`ETPPrimitive` of the same names. An op has one output, so
         ``y_outvar_index`` is 0.
-    trainable_invars_fn : Callable, optional
-        ``params -> {name: position}`` of the trainable inputs. ``{'weight': 1}`` if not given.
-    aux_invars_fn : Callable, optional
-        ``params -> {name: position}`` of the auxiliary inputs: arrays that are the same in every
-        step, such as the row and column indices of a sparse weight.
+    trainable_invars_fn, aux_invars_fn : Callable, optional
+        ``params -> {name: position}`` of the trainable inputs (``{'weight': 1}`` if not given), and
+        of auxiliary ones: arrays that are the same in every step, such as indices.
     weight_vjp : Callable, optional
-        ``(x, cotangent, weights, **params) -> dict``: see :meth:`ETPPrimitive.weight_vjp`. Derived
-        from ``impl_fn`` if not given. With ``batched=True``, or without an ``x``, it must sum over
-        every leading axis.
+        See :meth:`ETPPrimitive.weight_vjp`; derived from ``impl_fn`` if not given. With
+        ``batched=True``, or without an ``x``, it must sum over every leading axis.
 
     Returns
     -------
     ETPPrimitive
-        The primitive; call it with ``bind(*inputs, **params)``.
-
-    Raises
-    ------
-    ValueError
-        If the name is taken, or ``y_outvar_index`` is not 0.
+        To be called by ``bind(*inputs, **params)``.
 
     Examples
     --------
-    >>> import braintrace_fast as braintrace
-    >>> import jax.numpy as jnp
+    >>> import braintrace_fast as braintrace, jax.numpy as jnp
     >>> gain = braintrace.register_primitive('docs_gain', lambda x, weight: x * weight)
     >>> gain.bind(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])).tolist()
     [3.0, 8.0]
