@@ -46,12 +46,8 @@ from .errors import (
 )
 from .learner import ETraceVmap, compile
 from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
-from .runtime import (
-    ETraceGraphExecutor,
-    ETraceVjpGraphExecutor,
-    MultiStepData,
-    SingleStepData,
-)
+from .reference_api.executor import ETraceVjpGraphExecutor
+from .runtime import ETraceGraphExecutor, MultiStepData, SingleStepData
 
 __version__ = '0.1.0'
 __version_info__ = tuple(map(int, __version__.split('.')))

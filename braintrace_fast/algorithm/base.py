@@ -21,8 +21,9 @@ from ..compiler.transition import Plane
 from ..errors import NotSupportedError
 from ..kernels import dispatch
 from ..kernels.dispatch import Backend, Choice
+from ..reference_api.executor import ETraceVjpGraphExecutor
 from ..runtime.asked import Cut, define_vjp
-from ..runtime.executor import ETraceGraphExecutor, ETraceVjpGraphExecutor
+from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Entry, Factors, Signals, Values, kept, per_example
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import has_multi_step_data, single_step, split_window

@@ -1,6 +1,6 @@
 """From a compiled graph to factors, traces and gradients."""
 
-from .executor import ETraceGraphExecutor, ETraceVjpGraphExecutor, VjpResiduals
+from .executor import ETraceGraphExecutor
 from .factorized import FactorizedEngine
 from .factors import Factors, Signals, StepRunner
 from .gradient import GradientSum
@@ -10,7 +10,6 @@ from .planner import Plan
 
 __all__ = [
     'ETraceGraphExecutor',
-    'ETraceVjpGraphExecutor',
     'FactorizedEngine',
     'Factors',
     'GradientSum',
@@ -20,5 +19,4 @@ __all__ = [
     'Signals',
     'SingleStepData',
     'StepRunner',
-    'VjpResiduals',
 ]

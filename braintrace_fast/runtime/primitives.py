@@ -1,6 +1,6 @@
 """What the runtime knows about JAX's primitives, by name."""
 
-__all__ = ['CHEAP', 'ELEMENTWISE', 'FREE', 'LINEAR', 'REDUCTIONS', 'SLICES', 'VIEWS']
+__all__ = ['CHEAP', 'FUSED', 'FREE', 'LINEAR', 'REDUCTIONS', 'SLICES', 'VIEWS']
 
 CHEAP = frozenset(
     """
@@ -18,7 +18,7 @@ Spikes are among them for neurons whose spike is read off a state, which leaves 
 LINEAR = frozenset('neg transpose reshape reduce_sum squeeze copy broadcast_in_dim'.split())
 """Linear maps of one operand, which commute with a sum over steps."""
 
-ELEMENTWISE = frozenset(
+FUSED = frozenset(
     """
     abs acos add add_any and asin atan atan2 broadcast_in_dim cbrt ceil clamp concatenate
     convert_element_type copy cos cosh div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims

@@ -24,7 +24,7 @@ from .._compat import (
     scan_split,
 )
 from .._typing import PyTree
-from .primitives import ELEMENTWISE, FREE, REDUCTIONS, SLICES, VIEWS
+from .primitives import FREE, FUSED, REDUCTIONS, SLICES, VIEWS
 
 __all__ = ['Count', 'count_window', 'tree_bytes']
 
@@ -216,7 +216,7 @@ def _in_place(eqn: JaxprEqn) -> dict[Var, Var]:
 def _is_fused(name: str, readers: Sequence[str]) -> bool:
     """Whether a result is fused into its only reader."""
     single = len(readers) == 1 or name in FREE
-    return name in ELEMENTWISE and single and all(r in ELEMENTWISE | REDUCTIONS for r in readers)
+    return name in FUSED and single and all(r in FUSED | REDUCTIONS for r in readers)
 
 
 def _is_var(atom: Atom) -> bool:
