@@ -49,12 +49,8 @@ from .reference_api.compiler import (
     add_hidden_perturbation_from_minfo,
     add_hidden_perturbation_in_module,
 )
-from .runtime import (
-    ETraceGraphExecutor,
-    ETraceVjpGraphExecutor,
-    MultiStepData,
-    SingleStepData,
-)
+from .reference_api.executor import ETraceVjpGraphExecutor
+from .runtime import ETraceGraphExecutor, MultiStepData, SingleStepData
 
 __version__ = '0.1.0'
 __version_info__ = tuple(map(int, __version__.split('.')))

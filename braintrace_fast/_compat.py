@@ -60,14 +60,15 @@ def _folders(libraries: Sequence[str]) -> list[str]:
     """The folders of those libraries that are installed, found without importing them."""
     specs = [importlib.util.find_spec(name) for name in libraries]
     places = [spec.submodule_search_locations for spec in specs if spec is not None]
-    return [os.path.join(folder, '') for found in places for folder in found or ()]
+    return [os.path.join(folder, '') for folders in places for folder in folders or ()]
 
 
 _MODELS = tuple(_folders(['brainpy', 'brainpy_state', 'braintools']))
+_LAYERS = ('op', 'compiler', 'runtime', 'reference_api', 'driver', 'algorithm')
 _MACHINERY = (
     *_folders(['jax', 'brainstate', 'saiunit']),
     os.path.join(_HERE, 'nn', 'linear.py'),
-    *(os.path.join(_HERE, part, '') for part in ('op', 'compiler', 'runtime', 'algorithm')),
+    *(os.path.join(_HERE, layer, '') for layer in _LAYERS),
     os.path.join(_HERE, 'learner.py'),
     '<frozen',
 )
@@ -166,17 +167,17 @@ def _has_rule(eqn: JaxprEqn) -> bool:
 def source_line(eqn: JaxprEqn) -> str:
     """Where the model made this equation, as ``file:line (function)``.
 
-    Frames of JAX, brainstate and this library's ops are passed over, and those of libraries of
-    models too if the user's own code is known.
+    Frames of JAX, brainstate and this library are passed over, and so are those of libraries of
+    models if the user's own code is among them.
     """
     traceback = eqn.source_info.traceback
-    found = None
+    origin = None
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_MACHINERY):
-            found = found or frame
+            origin = origin or frame
             if not frame.file_name.startswith(_MODELS):
-                found = frame
+                origin = frame
                 break
-    if found is None:
+    if origin is None:
         return UNKNOWN_LINE
-    return f'{found.file_name}:{found.line_num} ({found.function_name})'
+    return f'{origin.file_name}:{origin.line_num} ({origin.function_name})'

@@ -27,8 +27,8 @@ from ..driver import (
 from ..driver.step_call import USE_RESET
 from ..errors import NotSupportedError
 from ..kernels.dispatch import Choice
+from ..reference_api.executor import ETraceVjpGraphExecutor
 from ..runtime.engine import Engine
-from ..runtime.executor import ETraceVjpGraphExecutor
 from ..runtime.factors import Entry, Factors, GroupPlanes, Signals, Values
 from ..runtime.input_data import chunk_length, has_multi_step_data, single_step
 from ..runtime.planner import Plan, default_budget, parse_bytes, show_bytes

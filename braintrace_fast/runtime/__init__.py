@@ -1,7 +1,7 @@
 """From a compiled graph to factors, traces and gradients."""
 
 from .engine import Engine, FactorTransform, Steps
-from .executor import ETraceGraphExecutor, ETraceVjpGraphExecutor, VjpResiduals
+from .executor import ETraceGraphExecutor
 from .factorized import FactorizedEngine
 from .factors import Factors, Signals, StepRunner
 from .filtered import Filter
@@ -19,7 +19,6 @@ __all__ = [
     'Steps',
     'links_of',
     'ETraceGraphExecutor',
-    'ETraceVjpGraphExecutor',
     'FactorizedEngine',
     'Factors',
     'GradientSum',
@@ -29,5 +28,4 @@ __all__ = [
     'Signals',
     'SingleStepData',
     'StepRunner',
-    'VjpResiduals',
 ]

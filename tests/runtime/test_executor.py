@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
-from braintrace_fast.runtime import VjpResiduals
+from braintrace_fast.reference_api.executor import VjpResiduals
 from tests.models import MODELS
 from tests.oracles import dense_factors, random_projection, state_values, step_function
 

@@ -15,7 +15,7 @@ __all__ = [
     'divide',
     'evaluate',
     'is_one_of',
-    'needed_for',
+    'needed_equations',
     'num_bytes',
     'results',
 ]
@@ -64,20 +64,20 @@ def divide(
     return early, late
 
 
-def needed_for(
+def needed_equations(
     eqns: Sequence[JaxprEqn],
     wanted: Iterable[Atom],
     known: Container[Var] = (),
-    effects: bool = False,
+    keep_effects: bool = False,
 ) -> list[JaxprEqn]:
     """The equations that lead from known variables to wanted ones.
 
-    With ``effects``, those that have effects and all that these read are among them.
+    With ``keep_effects``, those that have effects and all that these read are among them.
     """
     live = {v for v in wanted if not isinstance(v, Literal) and v not in known}
     needed = []
     for eqn in reversed(eqns):
-        if (effects and eqn.effects) or not live.isdisjoint(eqn.outvars):
+        if (keep_effects and eqn.effects) or not live.isdisjoint(eqn.outvars):
             needed.append(eqn)
             live.update(v for v in eqn.invars if not isinstance(v, Literal) and v not in known)
     return needed[::-1]

@@ -18,7 +18,7 @@ from ..._compat import Atom, JaxprEqn, Literal, Var, can_be_mapped
 from ...compiler.primitives import CHEAP
 from ...compiler.uniform import uniform_arrays
 from .body import Body
-from .equations import divide, is_one_of, needed_for, num_bytes, results
+from .equations import divide, is_one_of, needed_equations, num_bytes, results
 from .products import pays_ahead
 from .sums import Sum, sum_of
 
@@ -156,7 +156,7 @@ def split_loop(body: Body, shows: bool) -> SplitLoop:
     read = [v for v in invariant.variables if v in reads]
     given_back = [v for v in (*body.ys, *body.terms) if is_one_of(v, invariant.variables)]
     once = list(dict.fromkeys([*read, *given_back]))
-    first = needed_for(invariant.eqns, once)
+    first = needed_equations(invariant.eqns, once)
     return SplitLoop(body, invariant, wanted, schedule, deferred, read, once, first)
 
 
@@ -189,14 +189,14 @@ def _results(body: Body, invariant: Invariant, shows: bool) -> Results:
 
 def _schedule(body: Body, invariant: Invariant, wanted: Results) -> Schedule:
     varying = invariant.varying
-    used = needed_for(varying, [*wanted.in_order, *wanted.at_once])
+    used = needed_equations(varying, [*wanted.in_order, *wanted.at_once])
     unmapped = set(results(eqn for eqn in used if not can_be_mapped(eqn)))
     early, _ = divide(varying, [*invariant.variables, *body.xs], unmapped)
     products = set(results(eqn for eqn in early if pays_ahead(eqn, invariant.variables)))
-    in_order = needed_for(varying, [*wanted.in_order, *unmapped], products, effects=True)
+    in_order = needed_equations(varying, [*wanted.in_order, *unmapped], products, keep_effects=True)
     read_in_order = *wanted.in_order, *(v for eqn in in_order for v in eqn.invars)
     foreseen = list(dict.fromkeys(v for v in read_in_order if is_one_of(v, products)))
-    return Schedule(needed_for(early, foreseen), foreseen, in_order, unmapped)
+    return Schedule(needed_equations(early, foreseen), foreseen, in_order, unmapped)
 
 
 def _deferred(body: Body, invariant: Invariant, wanted: Results, schedule: Schedule) -> Deferred:
@@ -226,6 +226,6 @@ def _with_reads(
     eqns: Sequence[JaxprEqn], wanted: Sequence[Var], known: set[Var]
 ) -> tuple[list[JaxprEqn], list[Var]]:
     """The equations that lead to wanted variables, and what they read of the known ones."""
-    needed = needed_for(eqns, wanted, known)
+    needed = needed_equations(eqns, wanted, known)
     atoms = *(v for eqn in needed for v in eqn.invars), *wanted
     return needed, list(dict.fromkeys(v for v in atoms if is_one_of(v, known)))
