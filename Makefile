@@ -80,7 +80,7 @@ test-slow: ## run the rest of the suite, which repeats slowly what `make test` d
 
 test-%: .venv/%/.ready
 	@echo "==> test: pytest in .venv/$* on $(WORKERS) workers, tests that are $(MARKS)"
-	@JAX_PLATFORMS=cpu .venv/$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(MARKS)" $(ARGS)
+	@JAX_PLATFORMS=cpu .venv/$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "$(MARKS)" $(ARGS)
 
 STEPS ?= 20000
 

@@ -1,7 +1,9 @@
 """What every test relies on: CPU, a fixed seed, a time step, and float64 on request."""
 
+import ctypes
 import gc
 import os
+import shutil
 import warnings
 import zlib
 from pathlib import Path
@@ -24,9 +26,12 @@ import pytest
 import saiunit as u
 
 from braintrace_fast import UntracedWarning
+from tests.models import MODELS
 
-# Tests compile thousands of small programs and run each a few times.
+# Programs are run a few times each.
 jax.config.update('jax_disable_most_optimizations', True)
+jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 
 # The first example of a property compiles; the context of `x64` is meant to span all examples.
 hypothesis.settings.register_profile(
@@ -64,10 +69,41 @@ def pytest_addoption(parser):
     parser.addoption('--part', help='run one part of the tests: 2/3 is the second of three')
 
 
+CACHE_BYTES = 300e6
+
+
+def pytest_configure(config):
+    """Keep compiled programs for the next run, those of each worker apart: JAX locks no files."""
+    worker = os.environ.get('PYTEST_XDIST_WORKER', 'alone')
+    folder = config.rootpath / '.pytest_cache' / 'jax' / worker
+    if folder.exists() and sum(file.stat().st_size for file in folder.iterdir()) > CACHE_BYTES:
+        shutil.rmtree(folder)
+    jax.config.update('jax_compilation_cache_dir', str(folder))
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leave the tests of one part; those of the same model, by their parameters, go together."""
-    if config.getoption('--part') is None:
-        return
+    """Leave the tests of one part, those that share programs in a row and on one worker."""
+    if config.getoption('--part') is not None:
+        _leave_part(config, items)
+    position = {}
+    for item in items:
+        group = _group_of(item)
+        item.add_marker(pytest.mark.xdist_group(group))
+        # Models last: their groups are short, so that all workers end at about the same time.
+        position[item] = (group in MODELS, position.setdefault(group, len(position)))
+    items.sort(key=position.__getitem__)
+
+
+def _group_of(item):
+    """The model of the table that a test is given, or else its file."""
+    if hasattr(item, 'callspec') and getattr(item.module, 'MODELS', None) is MODELS:
+        for value in map(str, item.callspec.params.values()):
+            if value in MODELS:
+                return value
+    return item.nodeid.partition('::')[0]
+
+
+def _leave_part(config, items):
     part, parts = map(int, config.getoption('--part').split('/'))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f'--part {part}/{parts}: expected 1/{parts} to {parts}/{parts}')
@@ -80,14 +116,21 @@ def pytest_collection_modifyitems(config, items):
     items[:] = filter(is_in, items)
 
 
+MEMORY = Path('/proc/self/statm')
 MAPS = Path('/proc/self/maps')
+MAX_BYTES, MAX_MAPS = 1.6e9, 20_000
 
 
 def pytest_runtest_teardown():
-    """Drop compiled programs before their memory maps run out, which would crash the process."""
-    if MAPS.exists() and MAPS.read_bytes().count(b'\n') > 20_000:
+    """Drop compiled programs before they fill the memory or the process runs out of maps."""
+    if not MEMORY.exists():
+        return
+    resident = int(MEMORY.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+    if resident > MAX_BYTES or MAPS.read_bytes().count(b'\n') > MAX_MAPS:
         jax.clear_caches()
         gc.collect()
+        # Without it, glibc keeps what was freed: hundreds of megabytes.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture

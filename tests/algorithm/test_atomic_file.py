@@ -3,8 +3,6 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -13,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from braintrace_fast.algorithm import atomic_file
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import start
 
 
 def write(path, content=b'new'):
@@ -27,13 +24,9 @@ def names(folder):
 
 def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
     path = tmp_path / 'a.npz'
-    writer = subprocess.Popen(
-        [sys.executable, '-m', 'tests.algorithm.stuck_writer', str(path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    )
+    writer = start('stuck_writer', path)
     try:
-        assert writer.stdout.readline() == b'writing\n'
+        assert writer.stdout.readline() == 'writing\n'
         write(path)
         assert path.read_bytes() == b'new'
         assert len(names(tmp_path)) == 2
@@ -41,6 +34,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_writes_is_not(
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
+        writer.stderr.close()
     assert len(names(tmp_path)) == 2
     write(path, b'newer')
     assert names(tmp_path) == ['a.npz'] and path.read_bytes() == b'newer'

@@ -6,10 +6,7 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import zipfile
-from pathlib import Path
 
 import brainstate
 import braintools
@@ -23,8 +20,8 @@ import braintrace_fast as btf
 from tests.algorithm import old_files
 from tests.algorithm.learning import add_trees, begin, check, learning, step_loss
 from tests.models import MODELS
+from tests.programs import output_of, start
 
-ROOT = Path(__file__).resolve().parents[2]
 BATCH, N_IN, N = 2, 3, 4
 XS = np.random.default_rng(0).normal(size=(6, BATCH, N_IN)).astype('float32')
 
@@ -441,49 +438,14 @@ def test_saving_inside_jit_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-PROGRAM = """
-import os, signal, sys
-import brainstate, numpy as np
-import saiunit as u
-sys.path.insert(0, {root!r})
-from tests.algorithm import test_save_load as t
-
-with brainstate.environ.context(dt=0.1 * u.ms):
-    brainstate.random.seed(0)
-    learner = t.new_learner()
-    if os.path.exists({path!r}):
-        brainstate.random.seed(5)
-        learner.load({path!r})
-    for step in range(4):
-        t.train(learner, 1)
-        print(int(learner.running_index.value), flush=True)
-        if {kill} and step == 1:
-            learner.save({path!r})
-        if {kill} and step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if int(learner.running_index.value) == 4 * len(t.XS):
-            break
-    np.savez({result!r}, *t.everything(learner))
-"""
-
-
-def run_program(**names):
-    code = PROGRAM.format(root=str(ROOT), **{k: v for k, v in names.items()})
-    return subprocess.run(
-        [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-
-
 @pytest.mark.slow
 def test_training_goes_on_after_a_kill(tmp_path):
     path, result, whole = (str(tmp_path / name) for name in ('a', 'b.npz', 'c.npz'))
-    straight = run_program(path=str(tmp_path / 'none'), result=whole, kill=False)
-    assert straight.returncode == 0, straight.stderr
-    killed = run_program(path=path, result=result, kill=True)
+    output_of(start('resumed_training', tmp_path / 'none', whole))
+    killed = start('resumed_training', path, result, 'kill')
+    killed.communicate(timeout=300)
     assert killed.returncode == -signal.SIGKILL and not os.path.exists(result)
-    resumed = run_program(path=path, result=result, kill=False)
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.split() == ['18', '24']
+    assert output_of(start('resumed_training', path, result)).split() == ['18', '24']
     with np.load(result) as found, np.load(whole) as expected:
         assert_same([found[k] for k in found.files], [expected[k] for k in found.files])
 

@@ -1,147 +1,15 @@
 """A learner whose batch is split over eight devices gives the gradients of one device."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-PROGRAM = """
-import sys
-import brainstate, jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-import braintrace_fast as btf
-
-rule = sys.argv[1]
-PART, N = 2, 8
-xs = jax.random.normal(jax.random.key(0), (2, 4, 8 * PART, 3))  # two calls of four steps
-
-def compiled(backend, batch=8 * PART):
-    options = {'decay_or_rank': 0.9} if rule == 'pp_prop' else {}
-    brainstate.random.seed(1)
-    cell = btf.nn.GRUCell(3, N)
-    learner = btf.compile(
-        cell, rule, xs[0, 0, :batch], batch_size=batch, backend=backend, **options
-    )
-
-    def gradient(xs):
-        return learner.etrace_grad(xs, step_fn=lambda x: jnp.mean(learner(x) ** 2))
-
-    return learner, gradient
-
-def mesh_of(**axes):
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
-    )
-
-def on_one_device():
-    learner, gradient = compiled('jax')
-    run = brainstate.transform.jit(gradient)
-    return [run(x) for x in xs], learner.trace.value
-
-def placed(mesh):
-    # Also the neurons, if the mesh has an axis of them.
-    neurons = 'neurons' if 'neurons' in mesh.axis_names else None
-
-    def place(a, *axes):
-        last = neurons if a.shape[-1] == N else None
-        spec = P(*axes, *(None for _ in range(len(axes), a.ndim - 1)), last)
-        return jax.device_put(a, NamedSharding(mesh, spec))
-
-    learner, gradient = compiled('jax')
-    for state in (*learner.hidden_states.values(), learner.trace):
-        state.value = jax.tree.map(lambda a: place(a, 'batch'), state.value)
-    for state in learner.param_states.values():
-        state.value = jax.tree.map(place, state.value)
-    run = brainstate.transform.jit(gradient)
-    return [run(place(x, None, 'batch')) for x in xs], learner.trace.value
-
-def in_shard_map(mesh, backend):
-    learner, gradient = compiled(backend, PART)
-    pure = brainstate.transform.StatefulFunction(
-        lambda xs: jax.lax.pmean(gradient(xs), 'batch'),
-        axis_env=tuple(mesh.shape.items()),
-        return_only_write=False,
-    )
-    states = pure.make_jaxpr(xs[0, :, :PART]).get_states(xs[0, :, :PART])
-    split = {id(state) for state in (*learner.hidden_states.values(), learner.trace)}
-    specs = tuple(P('batch') if id(state) in split else P() for state in states)
-    run = jax.jit(
-        jax.shard_map(
-            pure.jaxpr_call,
-            mesh=mesh,
-            in_specs=(specs, P(None, 'batch')),
-            out_specs=(specs, P()),
-            check_vma=False,
-        )
-    )
-    values = tuple(
-        jax.tree.map(lambda a: jnp.concatenate([a] * 8), state.value) if spec else state.value
-        for state, spec in zip(states, specs, strict=True)
-    )
-    grads = []
-    for x in xs:
-        values, found = run(values, x)
-        grads.append(found)
-    (trace,) = (v for v, state in zip(values, states, strict=True) if state is learner.trace)
-    return grads, trace
-
-def same(a, b):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
-    assert len(a.sharding.device_set) == 8 and np.abs(b).max() > 0
-
-def is_split(trace):
-    return all(a.sharding.spec[:1] == ('batch',) for a in jax.tree.leaves(trace))
-
-wanted = on_one_device()
-by_batch = mesh_of(batch=8)
-for mesh in (by_batch, mesh_of(batch=2, neurons=4)):
-    found = placed(mesh)
-    jax.tree.map(same, found, wanted)
-    # A whole trace is carried one example after the other on CPUs, which gathers it.
-    assert is_split(found[1]) == (rule == 'pp_prop')
-for backend in ('jax', 'interpret'):
-    found = in_shard_map(by_batch, backend)
-    jax.tree.map(same, found, wanted)
-    assert is_split(found[1])
-print('same')
-"""
-
-EXAMPLES = """
-import re, sys
-import jax
-
-text = open(sys.argv[1], encoding='utf-8').read()
-examples = re.findall(r'```python\\n(.*?)```', text, re.DOTALL)
-assert len(examples) == 2
-for example in examples:
-    names = {}
-    exec(example, names)
-    for g in jax.tree.leaves(names['grads']):
-        assert len(g.sharding.device_set) == 8 and abs(g).max() > 0
-print('same')
-"""
-
-
-def run_on_eight_devices(program, *arguments):
-    environment = {
-        **os.environ,
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-        'JAX_PLATFORMS': 'cpu',
-        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-    }
-    command = [sys.executable, '-c', program, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout == 'same\n', done.stderr
+from tests.programs import ROOT, run_on_eight_devices
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop'])
 def test_gradients_are_those_of_one_device(rule):
-    run_on_eight_devices(PROGRAM, rule)
+    run_on_eight_devices('sharded_learner', rule)
 
 
 def test_the_examples_of_the_documentation_run():
-    root = Path(__file__).resolve().parents[2]
-    run_on_eight_devices(EXAMPLES, str(root / 'docs' / 'devices.md'))
+    run_on_eight_devices('documented_devices', ROOT / 'docs' / 'devices.md')
