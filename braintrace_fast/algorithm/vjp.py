@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import Path
-from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph, warn_of_untraced
+from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph, Scope, warn_of_untraced
 from ..driver import (
     ChunkInside,
     Driver,
@@ -66,6 +66,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         Whether hidden states of modules in a list that drive each other position by position form
         one group, so that their coupling is traced. By default, modules in a list are layers, and
         a coupling between layers counts within a step only.
+    scope : Scope, optional
+        Which influence between states is traced, where that is to differ from :class:`Scope`.
     """
 
     def __init__(
@@ -77,8 +79,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         backend: str = 'auto',
         memory_budget: int | str | None = None,
         couple_layers: bool = False,
+        scope: Scope | None = None,
     ) -> None:
-        executor = ETraceVjpGraphExecutor(model, vjp_method, control_flow, backend, couple_layers)
+        executor = ETraceVjpGraphExecutor(
+            model, vjp_method, control_flow, backend, couple_layers, scope
+        )
         super().__init__(model, executor, name)
         self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
         self.resolved_budget = self.memory_budget or default_budget()

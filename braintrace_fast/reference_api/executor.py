@@ -15,8 +15,8 @@ from jax.tree_util import register_pytree_node_class
 
 from .._compat import Jaxpr, open_jaxpr
 from .._typing import PyTree
-from ..compiler import CompilationReport, ControlFlowPolicy, HiddenGroup
-from ..compiler.transition import Plane
+from ..compiler import CompilationReport, ControlFlowPolicy, HiddenGroup, Scope
+from ..kernels.planes import Plane
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Factors, Values
 from ..runtime.input_data import has_multi_step_data, single_step, split_chunk
@@ -78,8 +78,8 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         What to do with control flow inside the step.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
-    couple_layers : bool
-        Whether to trace what states of modules in a list do to each other.
+    couple_layers, scope : optional
+        As for :class:`ETraceGraphExecutor`.
 
     Examples
     --------
@@ -101,8 +101,9 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
         couple_layers: bool = False,
+        scope: Scope | None = None,
     ) -> None:
-        super().__init__(model, control_flow, backend, couple_layers)
+        super().__init__(model, control_flow, backend, couple_layers, scope)
         if vjp_method not in ('single-step', 'multi-step'):
             raise ValueError(f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'.")
         self.vjp_method = vjp_method
