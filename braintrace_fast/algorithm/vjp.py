@@ -228,6 +228,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     @property
     def report(self) -> CompilationReport:
         """What was compiled, and why, and how the last sequences were cut into windows."""
+        graph = self.graph
         if self.plan is None:
             lines = [f'none yet; a window may take {show_bytes(self.resolved_budget)}']
         else:
@@ -236,7 +237,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         sections = {'Backend': [backend, *map(str, self.choices)]}
         if self._runs_in_windows():
             sections['Windows'] = lines
-        return CompilationReport(self.graph, sections)
+        return CompilationReport(graph, sections)
 
     @property
     def own_states(self) -> list[brainstate.State]:
