@@ -10,6 +10,7 @@ import brainstate
 
 from .._compat import Var
 from ..errors import CompilationError
+from .chained import transition_of
 from .control_flow import ControlFlowPolicy
 from .diagnostics import CompilationRecord, diagnostic_context
 from .environment import CHANGING
@@ -23,7 +24,7 @@ from .liveness import variables
 from .module_info import ModuleInfo, extract_module_info
 from .relation import HiddenParamOpRelation
 from .scope import Scope
-from .transition import GroupTransition, build_transition
+from .transition import Transition
 
 __all__ = ['compile_etrace_graph', 'compiler_context']
 
@@ -119,7 +120,7 @@ def _graph_of(
     relations = find_hidden_param_op_relations_from_minfo(minfo, by_path, flow)
     if not relations:
         raise CompilationError(_no_relations(records))
-    transitions = tuple(_transition(flow, group, relations) for group in groups)
+    transitions = tuple(transition_of(flow, group, relations) for group in groups)
     return ETraceGraph(
         module_info=minfo.add_jaxpr_outs(_hoisted(minfo, groups, relations, transitions)),
         hidden_groups=groups,
@@ -147,32 +148,11 @@ def _with_perturbations(graph: ETraceGraph, flow: Flow) -> ETraceGraph:
     )
 
 
-def _transition(
-    flow: Flow, group: HiddenGroup, relations: Sequence[HiddenParamOpRelation]
-) -> GroupTransition:
-    feeding = [
-        (relation, f_pattern)
-        for relation in relations
-        for reached, f_pattern in zip(relation.hidden_groups, relation.f_patterns, strict=True)
-        if reached.index == group.index
-    ]
-    f_columns = [f_pattern for _, f_pattern in feeding]
-    return build_transition(
-        flow,
-        group.hidden_invars,
-        group.hidden_outvars,
-        [relation.y_var for relation, _ in feeding],
-        group.widths,
-        [(*row, *(f[s] for f in f_columns)) for s, row in enumerate(group.pattern)],
-        [relation.y_var.aval.ndim < len(group.varshape) for relation, _ in feeding],
-    )
-
-
 def _hoisted(
     minfo: ModuleInfo,
     groups: Sequence[HiddenGroup],
     relations: Sequence[HiddenParamOpRelation],
-    transitions: Sequence[GroupTransition],
+    transitions: Sequence[Transition],
 ) -> list[Var]:
     """What the step must output besides its results: x, then y -> h, then h -> h variables."""
     inputs = [relation.x_var for relation in relations if relation.x_var is not None]

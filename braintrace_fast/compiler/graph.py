@@ -12,7 +12,7 @@ from .hidden_group import HiddenGroup
 from .module_info import ModuleInfo, StepOutputs
 from .pretty import pretty
 from .relation import HiddenParamOpRelation
-from .transition import GroupTransition
+from .transition import Transition
 
 if TYPE_CHECKING:
     from ..reference_api.compiler import HiddenPerturbation
@@ -37,7 +37,7 @@ class ETraceGraph(NamedTuple):
         The step with a perturbation at every hidden state.
     diagnostics : tuple of CompilationRecord
         What was decided, in order.
-    transitions : tuple of GroupTransition
+    transitions : tuple of Transition
         Per group, the functions from which ``D`` and ``f`` are computed.
     build_exit_perturb : callable or None
         Makes :attr:`exit_perturb`, once.
@@ -58,7 +58,7 @@ class ETraceGraph(NamedTuple):
     hidden_param_op_relations: Sequence[HiddenParamOpRelation]
     hidden_perturb: 'HiddenPerturbation | None'
     diagnostics: tuple[CompilationRecord, ...] = ()
-    transitions: tuple[GroupTransition, ...] = ()
+    transitions: tuple[Transition, ...] = ()
     build_exit_perturb: Callable[[], ExitPerturbation] | None = None
 
     @property

@@ -6,7 +6,7 @@ The derivatives are taken by :mod:`braintrace_fast.kernels.hidden_jacobian`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from .flow import Flow, Slice
 from .primitives import SUMS
 from .uniform import uniform_arrays
 
-__all__ = ['GroupTransition', 'Planes', 'build_transition', 'is_forward_only']
+__all__ = ['GroupTransition', 'Planes', 'Transition', 'build_transition', 'is_forward_only']
 
 Planes = list[list[Plane]]
 
@@ -29,6 +29,27 @@ Planes = list[list[Plane]]
 def is_forward_only(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr has no reverse mode."""
     return any(map(has_while, jaxpr.eqns))
+
+
+class Transition(Protocol):
+    """What the runtime asks of the transition of a group."""
+
+    @property
+    def variables(self) -> list[Var]:
+        """The variables of the step whose values :meth:`jacobians` needs."""
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether a ``while`` is inside, so that only forward mode exists."""
+
+    @property
+    def even(self) -> list[bool]:
+        """Per new plane, whether its factors are uniform, whatever the values."""
+
+    def jacobians(
+        self, values: Mapping[Var, jax.Array], backend: Backend = PLAIN
+    ) -> tuple[Planes, dict[Var, list[Plane]]]:
+        """``D[s][q]`` and, by ``y``, ``f[s]``; structurally zero planes are ``None``."""
 
 
 @dataclass(frozen=True, eq=False)
