@@ -11,18 +11,17 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = 'braintrace_fast'
 TOP = '__init__'  # the package itself: public names, imported by users only
 BASE = ('_compat', '_typing', 'config', 'errors')
-STACK = ('op', 'compiler', 'runtime', 'algorithm', 'learner')
+STACK = ('op', 'compiler', 'runtime', 'reference_api', 'algorithm', 'learner')
 
 
 def _allowed_imports() -> dict[str, frozenset[str]]:
     floor = frozenset({'kernels', *BASE})
-    everything = floor | {*STACK, 'nn', 'reference_api'}
+    everything = floor | {*STACK, 'nn'}
     allowed = {
         'kernels': frozenset(),
         **{layer: floor for layer in BASE},
         **{layer: floor | set(STACK[:height]) for height, layer in enumerate(STACK)},
         'nn': floor | {'op'},
-        'reference_api': floor | {'op', 'compiler', 'runtime'},
         'testing': everything | {TOP},
         'benchmarking': everything | {TOP},
         TOP: everything,
