@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = 'braintrace_fast'
 TOP = '__init__'  # the package itself: public names, imported by users only
 BASE = ('_compat', '_typing', 'config', 'errors')
-STACK = ('op', 'compiler', 'runtime', 'reference_api', 'algorithm', 'learner')
+STACK = ('op', 'compiler', 'runtime', 'driver', 'reference_api', 'algorithm', 'learner')
 
 
 def _allowed_imports() -> dict[str, frozenset[str]]:
@@ -140,6 +140,7 @@ BROKEN = [
     (upward_imports, 'op.matmul', 'from braintrace_fast import CompilationReport'),
     (upward_imports, 'compiler.graph', 'def f():\n    import braintrace_fast.runtime.window'),
     (upward_imports, 'runtime.window', 'from ..algorithm import D_RTRL'),
+    (upward_imports, 'runtime.window', 'from ..reference_api import executor'),
     (upward_imports, 'algorithm.presets', 'from ..learner import compile'),
     (upward_imports, 'learner', 'from . import testing'),
     (upward_imports, 'nn.cells', 'from ..compiler import graph'),
