@@ -48,7 +48,7 @@ def align_results(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[O
 
 
 def _of_entries(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    """Apply the rule to what the operands' axes run along; axes without one go along unchanged."""
+    """Apply the rule to the entries of the operands' axes; pinned axes are passed on unchanged."""
     ranks = [v.aval.ndim for v in eqn.invars]
     pins = {a[n:] for a, n in zip(operands, ranks, strict=True) if a is not None}
     if len(pins) > 1:
@@ -116,7 +116,7 @@ def _while(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]
 def _fixpoint(
     body: Any, consts: Sequence[Outcome], carry: Sequence[Outcome], slices: Sequence[Outcome]
 ) -> tuple[list[Outcome], list[Outcome]]:
-    """The carried and the collected results of a loop, repeated until nothing changes."""
+    """The carry and the collected results of a loop, repeated until nothing changes."""
     while True:
         results = through(body, [*consts, *carry, *slices])
         pairs = zip(carry, results[: len(carry)], strict=True)

@@ -1,5 +1,9 @@
 """The values of an op's auxiliary operands, which are the same in every step."""
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -37,6 +41,13 @@ def _static_value(minfo: ModuleInfo, op: JaxprEqn, name: str, operand: Atom) -> 
         )
     constants = {v: value for v, value in zip(jaxpr.constvars, consts, strict=True) if v in read}
     static = build_jaxpr(list(constants), [], [operand], eqns)
-    with jax.ensure_compile_time_eval():  # a model may be compiled while a function is traced
+    with _evaluated_now(constants.values()):
         (value,) = jax.core.eval_jaxpr(static, list(constants.values()))
-    return jnp.asarray(value)
+        return jnp.asarray(value)
+
+
+def _evaluated_now(values: Iterable[Any]) -> AbstractContextManager[None]:
+    """Compute with concrete values at once, even while a function around is traced."""
+    if any(isinstance(value, jax.core.Tracer) for value in values):
+        return nullcontext()
+    return jax.ensure_compile_time_eval()

@@ -7,7 +7,7 @@ import jax
 
 from .._compat import JaxprEqn, Literal, Var
 from .._typing import Path
-from .liveness import reached_variables
+from .liveness import reached_variables, variables
 from .module_info import ModuleInfo
 from .primitives import is_inexact, passes_derivative
 
@@ -40,8 +40,7 @@ class CarriedStates:
             )
             if not isinstance(state, traced)
         }
-        outputs = minfo.jaxpr.outvars[: minfo.num_var_out]
-        results = [v for v in outputs if not isinstance(v, Literal)]
+        results = variables(minfo.jaxpr.outvars[: minfo.num_var_out])
         self._results = frozenset([*results, *minfo.hidden_outvar_to_invar])
 
     def reached_from(

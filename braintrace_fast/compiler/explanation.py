@@ -105,7 +105,7 @@ class Explainer:
         )
 
     def included(self, relation: HiddenParamOpRelation, cuts: Mapping[Var, Sequence[int]]) -> None:
-        """A traced op, and what of its influence is not traced all the same."""
+        """A traced op, and the part of its influence that is not traced."""
         self.explained.update(
             way.paths[place] for way in relation.weight_ways.values() for place in way.traced
         )
@@ -325,7 +325,7 @@ class Explainer:
         return not reached.isdisjoint(self.flow.targets)
 
     def carried_states(self) -> None:
-        """The states other than hidden ones that carry influence without its being traced."""
+        """The states, other than hidden ones, that carry influence untraced."""
         olds = list(self.minfo.hidden_outvar_to_invar.values())
         for path in self.carried.lasting([*olds, *self.minfo.weight_invars]):
             drivers = [

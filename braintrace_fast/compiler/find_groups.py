@@ -1,4 +1,4 @@
-"""Which hidden states form a group, and what of their influence on each other is not traced."""
+"""Which hidden states form a group, and which influence between states is not traced."""
 
 import itertools
 from collections.abc import Hashable, Iterable
@@ -154,7 +154,7 @@ def _pattern(
 
 
 def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]) -> bool:
-    """Whether states reach each other through mixing other than by a product; with a record."""
+    """Whether states reach each other through mixing other than products; emits records."""
     cuts = dict.fromkeys(
         cut
         for new in news
@@ -224,7 +224,7 @@ def _note_coupling(
 ) -> None:
     """Say that states drive others through equations that mix positions, or, with none, in place.
 
-    A coupling by products is cut by design of a diagonal trace.
+    A diagonal trace leaves couplings by products out by design.
     """
     lines = list(dict.fromkeys(map(source_line, mixers)))
     names = dict.fromkeys(f'{m.primitive.name} at {source_line(m)}' for m in mixers)

@@ -20,6 +20,7 @@ from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var,
 from ..op import ETPPrimitive
 from .alignment import align_results
 from .control_flow import has_body, has_while
+from .liveness import read_variables, variables
 from .positions import (
     MIXED,
     Alignment,
@@ -319,10 +320,8 @@ class Flow:
         while True:
             displaced = (
                 self.producer[v]
-                for v in self.eqns[index].invars
-                if not isinstance(v, Literal)
-                and v in self.producer
-                and self._is_displaced(v, source)
+                for v in variables(self.eqns[index].invars)
+                if v in self.producer and self._is_displaced(v, source)
             )
             earlier = next(displaced, None)
             if earlier is None:
@@ -385,8 +384,7 @@ class Flow:
                     for place, v in enumerate(self.eqns[index].invars)
                     if not isinstance(v, Literal) and v in inner and place not in detached
                 ]
-        read = [v for index in kept for v in self.eqns[index].invars if not isinstance(v, Literal)]
-        made = self._ways(read)
+        made = self._ways(read_variables(self.eqns[index] for index in kept))
         kept.update(made.values())
         constants: dict[Var, Var] = {}
         eqns = []
@@ -412,18 +410,16 @@ class Flow:
         """The uniform arrays that no source reaches."""
         return uniform_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
 
-    def _ways(self, variables: Iterable[Var]) -> dict[Var, int]:
+    def _ways(self, read: Iterable[Var]) -> dict[Var, int]:
         """Those of some variables that are uniform, and what leads to them, by equation."""
         made: dict[Var, int] = {}
-        pending = [v for v in variables if v in self._uniform]
+        pending = [v for v in read if v in self._uniform]
         while pending:
             v = pending.pop()
             if v not in made:
                 made[v] = self.producer[v]
-                operands = self.eqns[made[v]].invars
-                pending += [
-                    a for a in operands if not isinstance(a, Literal) and a in self._uniform
-                ]
+                operands = variables(self.eqns[made[v]].invars)
+                pending += [a for a in operands if a in self._uniform]
         return made
 
 

@@ -63,7 +63,7 @@ class ETraceGraph(NamedTuple):
 
     @property
     def exit_perturb(self) -> ExitPerturbation | None:
-        """The step from which ``c``, ``L`` and ``R`` are read; made when it is first asked for."""
+        """The step from which ``c``, ``L`` and ``R`` are read, built on first use."""
         return None if self.build_exit_perturb is None else self.build_exit_perturb()
 
     def explain(

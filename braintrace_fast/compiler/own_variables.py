@@ -1,4 +1,4 @@
-"""A variable of its own for every new hidden state, as the passes after need it."""
+"""A variable of its own for every new hidden state, as later passes need."""
 
 from collections.abc import Iterable, Sequence
 
@@ -63,7 +63,7 @@ def note_old_values(old: dict[Path, Atom], new: dict[Path, Atom], eqns: Sequence
 
 
 def _product_of(value: Atom, eqns: Sequence[JaxprEqn]) -> JaxprEqn | None:
-    """The first product that reads a value, or what is made of it."""
+    """The first product that reads a value, or anything computed from it."""
     made = reached_variables(eqns, [value])
     products = (
         eqn
@@ -97,7 +97,7 @@ def give_own_variables(closed: ClosedJaxpr, places: Sequence[int]) -> ClosedJaxp
 
 
 def _copied_ops(eqns: Iterable[JaxprEqn], states: Sequence[Atom]) -> list[JaxprEqn]:
-    """Put a copy between ETP ops whose output is a new state and all who read it."""
+    """Put a copy between ETP ops whose output is a new state and all its readers."""
     copied: list[JaxprEqn] = []
     for eqn in eqns:
         if isinstance(eqn.primitive, ETPPrimitive) and any(v is eqn.outvars[0] for v in states):

@@ -69,7 +69,7 @@ class Along(NamedTuple):
         return self._replace(start=self.start + self.step * start, step=self.step * step)
 
     def indices(self, length: int) -> range:
-        """The indices, of so many, that read the source."""
+        """The indices below a length that read the source."""
         ends = (-self.start, self.size - 1 - self.start)
         low, high = ends if self.step > 0 else ends[::-1]
         return range(max(0, -(-low // self.step)), min(length, high // self.step + 1))
@@ -121,7 +121,7 @@ def identity_alignment(
 
 
 def forget_indices(source: Alignment) -> Alignment:
-    """The alignment with its free axes wholly free."""
+    """The alignment with free axes that are free at all indices."""
     return tuple(None if isinstance(entry, Only) else entry for entry in source)
 
 
@@ -210,7 +210,7 @@ def flipped(entry: Entry, length: int) -> Entry:
 
 
 def concatenated(sources: Sequence[tuple[int, int, Alignment]], axis: int) -> Outcome:
-    """The outcome for arrays that stand one after the other along an axis: (begin, size, ..)."""
+    """The outcome for arrays that are concatenated along an axis: (begin, size, alignment) each."""
     outcomes: list[Alignment] = []
     parts: list[tuple[int, int, Along]] = []
     for begin, size, source in sources:
@@ -237,7 +237,7 @@ def concatenated(sources: Sequence[tuple[int, int, Alignment]], axis: int) -> Ou
 
 
 def _pieces(parts: Iterable[tuple[int, int, Along]]) -> Entry:
-    """Parts in order, with those of equal entries as one."""
+    """The entry of some parts in order, neighbours with equal entries joined."""
     merged: list[tuple[int, int, Along]] = []
     for begin, end, entry in parts:
         reading = entry.indices(end)
@@ -252,7 +252,7 @@ def _pieces(parts: Iterable[tuple[int, int, Along]]) -> Entry:
 
 
 def partly_in_place(alignment: Alignment, shape: Sequence[int]) -> bool:
-    """Whether some pieces of an axis as long as the source's stand where they were."""
+    """Whether some pieces of an axis as long as the source's are where they were."""
     return any(
         isinstance(entry, Pieces)
         and any((p.start, p.step, p.size) == (0, 1, length) for _, _, p in entry.parts)

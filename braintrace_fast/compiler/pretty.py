@@ -1,4 +1,4 @@
-"""How the compiler's records show themselves."""
+"""How the compiler's records are shown."""
 
 from typing import Any
 

@@ -104,7 +104,7 @@ FUSED = _CHEAP_TO_FUSE | _FUNCTIONS | _ROUNDING | _SHIFTS | _names('dynamic_slic
 """A compiler fuses it into its only reader, so that it needs no array of its own."""
 
 CHEAP = _CHEAP_TO_FUSE | _SPIKES
-"""To compute it again takes one pass over its operands, and is cheaper than to keep it."""
+"""Computing it again takes one pass over its operands, and is cheaper than keeping it."""
 
 INLINED_CALLS = _names('checkpoint closed_call core_call custom_lin jit pjit remat remat2')
 """Calls of a jaxpr, which mean the same as its equations."""

@@ -33,7 +33,7 @@ Rule = Callable[[JaxprEqn, Sequence[Alignment | None]], list[Outcome]]
 
 SHAPE_RULES: dict[str, Rule] = {}
 KEEP_PINS = frozenset(['device_put', 'optimization_barrier', 'sharding_constraint', 'stack'])
-"""Primitives whose rules see to source axes of which one index was taken."""
+"""Primitives whose rules take care of pinned source axes themselves."""
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
@@ -61,7 +61,7 @@ def _unpinned(pin: Pin) -> Along:
     return Along(pin.axis, pin.position, 1, pin.size)
 
 
-def _carried(operands: Sequence[Alignment | None]) -> list[Alignment]:
+def _present(operands: Sequence[Alignment | None]) -> list[Alignment]:
     return [a for a in operands if a is not None]
 
 
@@ -103,13 +103,13 @@ def _broadcast(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outc
 
 @_rule('tile')
 def _tile(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     return [_repeat(source, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)]
 
 
 @_rule('squeeze')
 def _squeeze(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     return [_without(source, eqn.params['dimensions'], eqn.invars[0].aval.shape)]
 
 
@@ -133,13 +133,13 @@ def _without(source: Alignment, axes: Sequence[int], shape: Sequence[int]) -> Ou
 
 @_rule('transpose')
 def _transpose(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     return [tuple(source[axis] for axis in eqn.params['permutation'])]
 
 
 @_rule('reshape')
 def _reshape(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     sizes, new_sizes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     singles = [axis for axis, n in enumerate(sizes) if n == 1]
     squeezed = _without(source, singles, sizes)
@@ -179,7 +179,7 @@ def _refold(old: list[tuple[Entry, int]], sizes: list[int]) -> list[Entry] | Non
 
 @_rule('slice')
 def _slice(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     shape = eqn.invars[0].aval.shape
     starts, limits = eqn.params['start_indices'], eqn.params['limit_indices']
     strides = eqn.params['strides'] or (1,) * len(shape)
@@ -188,7 +188,7 @@ def _slice(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]
 
 
 def _settled(entries: Sequence[Entry]) -> Outcome:
-    """The outcome by its entries, one of which may mix, or read nothing."""
+    """The outcome with some entries, one of which may mix, or read nothing."""
     if MIXED in entries:
         return MIXED
     return None if NOTHING in entries else tuple(entries)
@@ -246,7 +246,7 @@ def _stack(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]
 
 @_rule('split')
 def _split(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     axis, sizes = eqn.params['axis'], eqn.params['sizes']
     ends = itertools.accumulate(sizes, initial=0)
     pieces = [
@@ -258,7 +258,7 @@ def _split(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]
 
 @_rule('unstack')
 def _unstack(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     axis, shape = eqn.params['axis'], eqn.invars[0].aval.shape
     outcomes: list[Outcome] = []
     for i in range(len(eqn.outvars)):
@@ -285,19 +285,19 @@ def _pad(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
 
 @_rule('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
 def _reduce(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     return [_without(source, eqn.params['axes'], eqn.invars[0].aval.shape)]
 
 
 @_rule('cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp')
 def _cumulative(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     return [MIXED if runs(source[eqn.params['axis']]) else forget_indices(source)]
 
 
 @_rule('rev')
 def _rev(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]:
-    (source,) = _carried(operands)
+    (source,) = _present(operands)
     shape, axes = eqn.invars[0].aval.shape, eqn.params['dimensions']
     return [tuple(flipped(e, shape[i]) if i in axes else e for i, e in enumerate(source))]
 

@@ -159,7 +159,7 @@ def _traced(
 
 @contextmanager
 def _kept_flags(states: Iterable[brainstate.State]) -> Iterator[None]:
-    """Tracing marks the states that the step writes as written, which they are not."""
+    """Undo the marks that tracing leaves on states that the step would write."""
     flags = [(state, state._been_writen) for state in states]
     try:
         yield
@@ -170,7 +170,7 @@ def _kept_flags(states: Iterable[brainstate.State]) -> Iterator[None]:
 
 @contextmanager
 def _told_to_initialise(model: brainstate.nn.Module) -> Iterator[None]:
-    """A state that is not there yet is an attribute that is missing from a module."""
+    """A state that is not initialised shows as an attribute that a module lacks."""
     try:
         yield
     except AttributeError as error:
@@ -187,7 +187,7 @@ def _told_to_initialise(model: brainstate.nn.Module) -> Iterator[None]:
 def _with_external_states(
     retrieved: Any, states: Sequence[brainstate.State]
 ) -> brainstate.util.FlattedDict:
-    """The model's states, and those that the step uses without their being part of the model."""
+    """The model's states, and those that the step uses from outside the model."""
     known = {id(state) for state in retrieved.values()}
     external = [state for state in states if id(state) not in known]
     for state in external:

@@ -227,7 +227,7 @@ def position_wise_jvp(
 def _push_through(
     eqn: JaxprEqn, operands: Sequence[Any], directions: Mapping[int, jax.Array]
 ) -> tuple[list[Any], list[Any]]:
-    """The results of an equation, and their tangents by those of some operands, if there are."""
+    """The results of an equation, and their tangents by those of some operands, if any."""
     function = equation_function(eqn)
 
     def of_moving(*moved: Any) -> list[Any]:

@@ -81,7 +81,7 @@ class WeightWay:
 
 
 class WeightWays:
-    """Finds the ways of a traced model."""
+    """The ways from the parameters of a traced model to its ops."""
 
     def __init__(self, minfo: ModuleInfo, flow: Flow) -> None:
         jaxpr, consts = open_jaxpr(minfo.closed_jaxpr)

@@ -1,5 +1,4 @@
 """What braintrace's users may call and the runtime does not use.
 
-It stands aside, so that a reader of the compiler and the runtime need not pass by it. Methods that
-must stay where they are delegate to it, by imports inside functions.
+It stands aside, so that a reader of the compiler and the runtime need not pass by it.
 """

@@ -179,6 +179,19 @@ def test_a_model_can_be_compiled_while_a_function_is_traced():
     assert not any(isinstance(a, jax.core.Tracer) for values in aux for a in values.values())
 
 
+def test_constants_may_be_traced_by_a_function_around_the_compilation():
+    model = Computed(sparse.with_rules)
+    brainstate.nn.init_all_states(model, batch_size=BATCH)
+
+    def columns(cols):
+        model.cols = cols
+        graph = btf.compile_etrace_graph(model, inputs()[0])
+        return [r.aux['cols'] for r in graph.hidden_param_op_relations if r.aux]
+
+    (cols,) = jax.jit(columns)(jnp.asarray(sparse.COLS))
+    np.testing.assert_array_equal(cols, sparse.COLS)
+
+
 @pytest.mark.parametrize('source', ['input', 'parameter'])
 def test_an_auxiliary_operand_that_may_change_is_refused(source):
     with pytest.raises(btf.NotSupportedError, match="'cols' of test_sparse may change"):
