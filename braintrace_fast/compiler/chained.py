@@ -1,7 +1,7 @@
 """Transitions of groups in which an op reads an old state, or another op, position by position.
 
-The output of such an op stands in two places: influence passes through it, and its own is asked for.
-So each has a transition of its own, in which all others are passed through.
+Influence passes through the output of such an op, and its own influence is asked for as well. So
+each has a transition of its own, in which all others are passed through.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ class ChainedTransition:
         return any(part.forward_only for part in self.parts)
 
     @property
-    def even(self) -> list[bool]:
+    def uniform(self) -> list[bool]:
         """Per new plane, whether its factors are uniform."""
-        return [all(own) for own in zip(*(part.even for part in self.parts), strict=True)]
+        return [all(own) for own in zip(*(part.uniform for part in self.parts), strict=True)]
 
     def jacobians(
         self, values: Mapping[Var, jax.Array], backend: Backend = PLAIN

@@ -43,7 +43,7 @@ class Transition(Protocol):
         """Whether a ``while`` is inside, so that only forward mode exists."""
 
     @property
-    def even(self) -> list[bool]:
+    def uniform(self) -> list[bool]:
         """Per new plane, whether its factors are uniform, whatever the values."""
 
     def jacobians(
@@ -111,13 +111,13 @@ class GroupTransition:
         return D, f
 
     @cached_property
-    def even(self) -> list[bool]:
+    def uniform(self) -> list[bool]:
         """Per new plane, whether it is a sum of old planes and ys, each times a single number.
 
         This is read off its equations, whatever the values.
         """
         return [
-            not width and _is_even_sum(row.jaxpr, len(row.constvars))
+            not width and _is_uniform_sum(row.jaxpr, len(row.constvars))
             for row, width in zip(self.rows, self.widths, strict=True)
             for _ in range(width or 1)
         ]
@@ -142,22 +142,22 @@ class GroupTransition:
         return jnp.zeros_like(new) if tangent is None else tangent
 
 
-def _is_even_sum(jaxpr: Jaxpr, num_constants: int) -> bool:
+def _is_uniform_sum(jaxpr: Jaxpr, num_constants: int) -> bool:
     """Whether a result is a sum of the inputs behind the constants, each times a single number."""
     moving = set([*jaxpr.constvars, *jaxpr.invars][num_constants:])
-    even = uniform_arrays(jaxpr.eqns, lambda v: not v.aval.ndim and v not in moving)
+    uniform = uniform_arrays(jaxpr.eqns, lambda v: not v.aval.ndim and v not in moving)
 
-    def is_even(atom: Any) -> bool:
-        return not atom.aval.ndim or (not isinstance(atom, Literal) and atom in even)
+    def is_uniform(atom: Any) -> bool:
+        return not atom.aval.ndim or (not isinstance(atom, Literal) and atom in uniform)
 
     for eqn in jaxpr.eqns:
         moves = [not isinstance(v, Literal) and v in moving for v in eqn.invars]
         if not any(moves):
             continue
-        others_are_even = all(m or is_even(v) for v, m in zip(eqn.invars, moves, strict=True))
+        others_are_uniform = all(m or is_uniform(v) for v, m in zip(eqn.invars, moves, strict=True))
         is_scaled = {
-            'mul': sum(moves) == 1 and others_are_even,
-            'div': moves == [True, False] and others_are_even,
+            'mul': sum(moves) == 1 and others_are_uniform,
+            'div': moves == [True, False] and others_are_uniform,
         }
         if eqn.primitive.name not in SUMS and not is_scaled.get(eqn.primitive.name, False):
             return False

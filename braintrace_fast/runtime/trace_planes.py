@@ -87,7 +87,7 @@ def _uniform(graph: ETraceGraph, link: Link, alive: Sequence[bool]) -> list[bool
     is_outer = rules is not None and rules.is_outer and relation.is_static
     if not is_outer or relation.y_var.aval.shape != shape or shape[-1] == 1:
         return [False] * len(alive)
-    uniform = graph.transitions[link.group.index].even
+    uniform = graph.transitions[link.group.index].uniform
     for _ in uniform:
         others = [a and not e for a, e in zip(alive, uniform, strict=True)]
         uniform = [

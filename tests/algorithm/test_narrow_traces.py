@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 import braintrace_fast as btf
 from braintrace_fast import testing
-from braintrace_fast.compiler.transition import _is_even_sum
+from braintrace_fast.compiler.transition import _is_uniform_sum
 from braintrace_fast.compiler.uniform import uniform_arrays
 from tests.algorithm.learning import STEPS, add_trees, at, begin, check, learning, step_loss
 from tests.models import MODELS, N_IN, N, SynapseNet, lif
@@ -35,7 +35,7 @@ def keep_whole_planes(learner):
 @pytest.mark.parametrize('name', NARROW)
 def test_planes_are_narrow_where_one_number_moves_all_neurons(name):
     learner = learning(MODELS[name], 'd_rtrl').learner
-    assert learner.graph.transitions[0].even == NARROW[name]
+    assert learner.graph.transitions[0].uniform == NARROW[name]
     widths = [None if e is None else e['weight'].shape[-1] for e in learner.trace.value[0]]
     size = learner.graph.hidden_groups[0].varshape[-1]
     for width, narrow in zip(widths, NARROW[name], strict=True):
@@ -75,7 +75,7 @@ MOVES = {
 def test_only_single_numbers_make_a_plane_narrow(name):
     move, narrow = MOVES[name]
     learner = btf.compile(Affine(move), 'd_rtrl', jnp.ones((2, 3)), batch_size=2)
-    assert learner.graph.transitions[0].even == [narrow]
+    assert learner.graph.transitions[0].uniform == [narrow]
 
 
 @pytest.mark.parametrize(('value', 'narrow'), [(np.float32(0.9), True), (np.ones(4), False)])
@@ -90,7 +90,7 @@ def test_only_literals_of_one_number_make_a_plane_narrow(value, narrow):
         return jaxpr.replace(eqns=[first, *jaxpr.eqns[1:]])
 
     decay = with_literal(lambda h, y: jnp.float32(0.9) * h + y, plane, plane)
-    assert _is_even_sum(decay, 0) == narrow
+    assert _is_uniform_sum(decay, 0) == narrow
     negative = with_literal(lambda a: -a, 1.0)
     assert uniform_arrays(negative.eqns, lambda v: False) == set(negative.outvars if narrow else ())
 
@@ -114,7 +114,7 @@ class Following(Affine):
 def test_what_follows_a_whole_plane_is_whole(x64):
     model, xs = Following(), jnp.asarray(np.random.default_rng(0).normal(size=(STEPS, 2, 3)))
     learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=2)
-    assert sorted(learner.graph.transitions[0].even) == [False, True]
+    assert sorted(learner.graph.transitions[0].uniform) == [False, True]
     assert all(a.shape[-1] == 4 for a in jax.tree.leaves(learner.trace.value))
     loss = lambda run, x: jnp.sum(run(x) ** 2)  # noqa: E731
     found = learner.etrace_grad(
@@ -127,7 +127,7 @@ def test_what_follows_a_whole_plane_is_whole(x64):
 def test_time_constants_of_their_own_leave_planes_whole():
     net = SynapseNet(lif, tau=jnp.linspace(0.3, 0.7, N) * u.ms)
     learner = btf.compile(net, 'd_rtrl', jnp.ones((2, N_IN)), batch_size=2)
-    assert learner.graph.transitions[0].even == [False, False]
+    assert learner.graph.transitions[0].uniform == [False, False]
 
 
 @pytest.mark.parametrize(

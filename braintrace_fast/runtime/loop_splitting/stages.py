@@ -162,12 +162,12 @@ def split_loop(body: Body, shows: bool) -> SplitLoop:
 
 def _invariant(body: Body) -> Invariant:
     eqns, varying = divide(body.eqns, body.given)
-    even = uniform_arrays(eqns, lambda v: not v.aval.ndim)
-    repeated = [e for e in eqns if e.outvars[0] in even and e.primitive.name in CHEAP]
+    same = uniform_arrays(eqns, lambda v: not v.aval.ndim)
+    repeated = [e for e in eqns if e.outvars[0] in same and e.primitive.name in CHEAP]
     return Invariant(
         eqns=eqns,
         variables=dict.fromkeys([*body.given, *results(eqns)]),
-        uniform={v for v in even if v.aval.size and v.aval.ndim},
+        uniform={v for v in same if v.aval.size and v.aval.ndim},
         repeated=repeated,
         varying=[*repeated, *varying],
     )
