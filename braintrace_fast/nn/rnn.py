@@ -93,21 +93,38 @@ class ValinaRNNCell(_Cell):
         return self.h.value
 
 
-class GRUCell(_Cell):
+class _GatedCell(_Cell):
+    """A cell whose layers all go from the input and the hidden state to the hidden state."""
+
+    _gates: tuple[str, ...]
+
+    def __init__(
+        self,
+        in_size: Size,
+        out_size: Size,
+        w_init: Init = ORTHOGONAL,
+        b_init: Init = ZERO,
+        state_init: Init = ZERO,
+        activation: str | Callable[[Any], Any] = 'tanh',
+        name: str | None = None,
+    ) -> None:
+        super().__init__(in_size, out_size, state_init, name)
+        self.activation = _activation(activation)
+        for gate in self._gates:
+            setattr(self, gate, self._gate(w_init, b_init))
+
+
+class GRUCell(_GatedCell):
     """The gated recurrent unit [1]_.
 
     ``z = s(Wz [x, h])``, ``r = s(Wr [x, h])``, ``h = (1 - z) h + z activation(Wh [x, r h])``.
 
     Parameters
     ----------
-    in_size, out_size : int or tuple of int
-        The sizes of the input and of the hidden state.
+    in_size, out_size, activation, name
+        As for :class:`ValinaRNNCell`. Default activation ``'tanh'``.
     w_init, b_init, state_init : Callable or ArrayLike
         Make the weights (orthogonal), the biases (zeros) and the hidden state (zeros).
-    activation : str or Callable
-        The activation, or its name in ``brainstate.nn``.
-    name : str, optional
-        The name of the module.
 
     References
     ----------
@@ -123,21 +140,10 @@ class GRUCell(_Cell):
     (2, 4)
     """
 
-    def __init__(
-        self,
-        in_size: Size,
-        out_size: Size,
-        w_init: Init = ORTHOGONAL,
-        b_init: Init = ZERO,
-        state_init: Init = ZERO,
-        activation: str | Callable[[Any], Any] = 'tanh',
-        name: str | None = None,
-    ) -> None:
-        super().__init__(in_size, out_size, state_init, name)
-        self.activation = _activation(activation)
-        self.Wz = self._gate(w_init, b_init)
-        self.Wr = self._gate(w_init, b_init)
-        self.Wh = self._gate(w_init, b_init)
+    _gates = ('Wz', 'Wr', 'Wh')
+    Wz: Linear
+    Wr: Linear
+    Wh: Linear
 
     def update(self, x: Any) -> Any:
         """Take one step with input ``x`` of shape ``(..., in_size)``; returns the new ``h``."""
@@ -150,7 +156,7 @@ class GRUCell(_Cell):
         return self.h.value
 
 
-class LSTMCell(_Cell):
+class LSTMCell(_GatedCell):
     """The long short-term memory [1]_, with 1 added to the forget gate [2]_.
 
     With ``i, g, f, o`` the layers ``Wi, Wg, Wf, Wo`` of ``[x, h]``:
@@ -158,14 +164,10 @@ class LSTMCell(_Cell):
 
     Parameters
     ----------
-    in_size, out_size : int or tuple of int
-        The sizes of the input and of the hidden states.
-    w_init, b_init, state_init : Callable or ArrayLike
-        Make the weights (Xavier normal), the biases (zeros) and the hidden states (zeros).
-    activation : str or Callable
-        The activation, or its name in ``brainstate.nn``.
-    name : str, optional
-        The name of the module.
+    in_size, out_size, b_init, state_init, activation, name
+        As for :class:`GRUCell`; both hidden states are made alike.
+    w_init : Callable or ArrayLike
+        Makes the weights (Xavier normal).
 
     References
     ----------
@@ -178,12 +180,17 @@ class LSTMCell(_Cell):
     >>> import jax.numpy as jnp
     >>> cell = braintrace.nn.LSTMCell(3, 4)
     >>> cell.init_state(batch_size=2)
-    >>> cell(jnp.ones((2, 3))).shape
-    (2, 4)
+    >>> cell(jnp.ones((2, 3))).shape, cell.c.value.shape
+    ((2, 4), (2, 4))
     """
 
     _hidden_names = ('c', 'h')
+    _gates = ('Wi', 'Wg', 'Wf', 'Wo')
     c: brainstate.HiddenState
+    Wi: Linear
+    Wg: Linear
+    Wf: Linear
+    Wo: Linear
 
     def __init__(
         self,
@@ -195,12 +202,7 @@ class LSTMCell(_Cell):
         activation: str | Callable[[Any], Any] = 'tanh',
         name: str | None = None,
     ) -> None:
-        super().__init__(in_size, out_size, state_init, name)
-        self.activation = _activation(activation)
-        self.Wi = self._gate(w_init, b_init)
-        self.Wg = self._gate(w_init, b_init)
-        self.Wf = self._gate(w_init, b_init)
-        self.Wo = self._gate(w_init, b_init)
+        super().__init__(in_size, out_size, w_init, b_init, state_init, activation, name)
 
     def update(self, x: Any) -> Any:
         """Take one step with input ``x`` of shape ``(..., in_size)``; returns the new ``h``."""
@@ -219,14 +221,10 @@ class MinimalRNNCell(_Cell):
 
     Parameters
     ----------
-    in_size, out_size : int or tuple of int
-        The sizes of the input and of the hidden state.
-    w_init, b_init, state_init : Callable or ArrayLike
-        Make the weights (orthogonal), the biases (zeros) and the hidden state (zeros).
+    in_size, out_size, w_init, b_init, state_init, name
+        As for :class:`GRUCell`.
     phi : Callable, optional
         From the input to ``z``, which has the size of the hidden state. Default a :class:`Linear`.
-    name : str, optional
-        The name of the module.
 
     References
     ----------
@@ -236,10 +234,10 @@ class MinimalRNNCell(_Cell):
     --------
     >>> import braintrace_fast as braintrace
     >>> import jax.numpy as jnp
-    >>> cell = braintrace.nn.MinimalRNNCell(3, 4)
-    >>> cell.init_state(batch_size=2)
-    >>> cell(jnp.ones((2, 3))).shape
-    (2, 4)
+    >>> cell = braintrace.nn.MinimalRNNCell(4, 4, phi=jnp.tanh)
+    >>> cell.init_state()
+    >>> cell(jnp.ones(4)).shape
+    (4,)
     """
 
     def __init__(
