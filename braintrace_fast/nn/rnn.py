@@ -15,6 +15,8 @@ __all__ = ['GRUCell', 'LSTMCell', 'MinimalRNNCell', 'ValinaRNNCell']
 
 Init = ArrayLike | Callable[..., Any]
 
+# Constructors repeat arguments: their order and their defaults are public, and differ.
+
 
 class _Cell(brainstate.nn.RNNCell):
     """Sizes and hidden states, which every cell makes in the same way."""
@@ -30,11 +32,6 @@ class _Cell(brainstate.nn.RNNCell):
         self.out_size = out_size
         self._state_initializer = state_init
 
-    def _gate(self, w_init: Init, b_init: Init) -> Linear:
-        """Make a layer from the input and the hidden state to the hidden state."""
-        num_in, num_out = self.in_size[-1], self.out_size[-1]
-        return Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
-
     def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Make the hidden states."""
         for name in self._hidden_names:
@@ -49,7 +46,29 @@ class _Cell(brainstate.nn.RNNCell):
         return init.param(self._state_initializer, self.out_size, batch_size)
 
 
-class ValinaRNNCell(_Cell):
+class _ActiveCell(_Cell):
+    """An activation, and layers from the input and the hidden state to the hidden state."""
+
+    _layers: tuple[str, ...]
+
+    def __init__(
+        self,
+        in_size: Size,
+        out_size: Size,
+        w_init: Init = ORTHOGONAL,
+        b_init: Init = ZERO,
+        state_init: Init = ZERO,
+        activation: str | Callable[[Any], Any] = 'tanh',
+        name: str | None = None,
+    ) -> None:
+        super().__init__(in_size, out_size, state_init, name)
+        self.activation = _activation(activation)
+        num_in, num_out = self.in_size[-1], self.out_size[-1]
+        for layer in self._layers:
+            setattr(self, layer, Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init))
+
+
+class ValinaRNNCell(_ActiveCell):
     """The plain recurrent cell: ``h = activation(W [x, h])``.
 
     Parameters
@@ -73,6 +92,9 @@ class ValinaRNNCell(_Cell):
     (2, 4)
     """
 
+    _layers = ('W',)
+    W: Linear
+
     def __init__(
         self,
         in_size: Size,
@@ -83,9 +105,7 @@ class ValinaRNNCell(_Cell):
         activation: str | Callable[[Any], Any] = 'relu',
         name: str | None = None,
     ) -> None:
-        super().__init__(in_size, out_size, state_init, name)
-        self.activation = _activation(activation)
-        self.W = self._gate(w_init, b_init)
+        super().__init__(in_size, out_size, w_init, b_init, state_init, activation, name)
 
     def update(self, x: Any) -> Any:
         """Take one step with input ``x`` of shape ``(..., in_size)``; returns the new ``h``."""
@@ -93,28 +113,7 @@ class ValinaRNNCell(_Cell):
         return self.h.value
 
 
-class _GatedCell(_Cell):
-    """A cell whose layers all go from the input and the hidden state to the hidden state."""
-
-    _gates: tuple[str, ...]
-
-    def __init__(
-        self,
-        in_size: Size,
-        out_size: Size,
-        w_init: Init = ORTHOGONAL,
-        b_init: Init = ZERO,
-        state_init: Init = ZERO,
-        activation: str | Callable[[Any], Any] = 'tanh',
-        name: str | None = None,
-    ) -> None:
-        super().__init__(in_size, out_size, state_init, name)
-        self.activation = _activation(activation)
-        for gate in self._gates:
-            setattr(self, gate, self._gate(w_init, b_init))
-
-
-class GRUCell(_GatedCell):
+class GRUCell(_ActiveCell):
     """The gated recurrent unit [1]_.
 
     ``z = s(Wz [x, h])``, ``r = s(Wr [x, h])``, ``h = (1 - z) h + z activation(Wh [x, r h])``.
@@ -140,7 +139,7 @@ class GRUCell(_GatedCell):
     (2, 4)
     """
 
-    _gates = ('Wz', 'Wr', 'Wh')
+    _layers = ('Wz', 'Wr', 'Wh')
     Wz: Linear
     Wr: Linear
     Wh: Linear
@@ -156,7 +155,7 @@ class GRUCell(_GatedCell):
         return self.h.value
 
 
-class LSTMCell(_GatedCell):
+class LSTMCell(_ActiveCell):
     """The long short-term memory [1]_, with 1 added to the forget gate [2]_.
 
     With ``i, g, f, o`` the layers ``Wi, Wg, Wf, Wo`` of ``[x, h]``:
@@ -185,7 +184,7 @@ class LSTMCell(_GatedCell):
     """
 
     _hidden_names = ('c', 'h')
-    _gates = ('Wi', 'Wg', 'Wf', 'Wo')
+    _layers = ('Wi', 'Wg', 'Wf', 'Wo')
     c: brainstate.HiddenState
     Wi: Linear
     Wg: Linear
