@@ -25,10 +25,8 @@ from .compiler import (
     ETraceGraph,
     HiddenGroup,
     HiddenParamOpRelation,
-    HiddenPerturbation,
     ModuleInfo,
-    add_hidden_perturbation_from_minfo,
-    add_hidden_perturbation_in_module,
+    Scope,
     compile_etrace_graph,
     extract_module_info,
     find_hidden_groups_from_minfo,
@@ -46,6 +44,11 @@ from .errors import (
 )
 from .learner import ETraceVmap, compile
 from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
+from .reference_api.compiler import (
+    HiddenPerturbation,
+    add_hidden_perturbation_from_minfo,
+    add_hidden_perturbation_in_module,
+)
 from .reference_api.executor import ETraceVjpGraphExecutor
 from .runtime import ETraceGraphExecutor, MultiStepData, SingleStepData
 
@@ -82,6 +85,7 @@ __all__ = [
     'MultiStepData',
     'NotSupportedError',
     'ParamDimVjpAlgorithm',
+    'Scope',
     'SequenceDriverMixin',
     'SingleStepData',
     'ThreeFactor',

@@ -1,20 +1,21 @@
-"""States besides hidden ones and weights that carry derivatives from step to step, untraced."""
+"""States, neither hidden nor weights, that carry influence from step to step untraced."""
 
 from collections.abc import Iterable
 
 import brainstate
 import jax
 
-from .._compat import Literal, Var
+from .._compat import JaxprEqn, Literal, Var
 from .._typing import Path
-from .alignment import is_inexact, passes_derivative
+from .liveness import reached_variables, variables
 from .module_info import ModuleInfo
+from .primitives import is_inexact, passes_derivative
 
 __all__ = ['CarriedStates']
 
 
 class CarriedStates:
-    """The floats of a step that are carried over in states that are not traced.
+    """The floating-point values that a step carries over in states that are not traced.
 
     Parameters
     ----------
@@ -39,34 +40,35 @@ class CarriedStates:
             )
             if not isinstance(state, traced)
         }
-        outputs = minfo.jaxpr.outvars[: minfo.num_var_out]
-        results = [v for v in outputs if not isinstance(v, Literal)]
+        results = variables(minfo.jaxpr.outvars[: minfo.num_var_out])
         self._results = frozenset([*results, *minfo.hidden_outvar_to_invar])
 
     def reached_from(
         self, sources: Iterable[Var], over_time: bool = False, stop: Iterable[Var] = ()
     ) -> set[Var]:
-        """The variables that derivatives by the sources flow into, by ways past those of ``stop``.
+        """The variables that derivatives by the sources flow into, past those of ``stop``.
 
         With ``over_time``, also in later steps.
         """
         stop = frozenset(stop)
+
+        def into(eqn: JaxprEqn) -> list[Var]:
+            flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
+            return [v for v, passes in flows if passes and v not in stop]
+
         reached = {v for v in sources if is_inexact(v.aval)}
         size = -1
         while len(reached) > size:
             size = len(reached)
-            for eqn in self._eqns:
-                if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
-                    flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
-                    reached.update(v for v, passes in flows if passes and v not in stop)
+            reached = reached_variables(self._eqns, reached, into)
             if not over_time:
                 break
-            pairs = (pair for found in self._pairs.values() for pair in found)
+            pairs = (pair for of_state in self._pairs.values() for pair in of_state)
             reached.update(old for old, new in pairs if new in reached)
         return reached
 
     def lasting(self, sources: Iterable[Var]) -> list[Path]:
-        """The carried states by which the sources reach results or hidden states of later steps."""
+        """The states through which the sources reach results or hidden states of later steps."""
         if not any(self._pairs.values()):
             return []
         reached = self.reached_from(sources, over_time=True)

@@ -2,9 +2,9 @@
 
 ``jit``, ``remat``/``checkpoint`` and closed calls are always inlined. ``cond`` and ``scan`` are
 opened only when an ETP op is inside (a ``cond`` becomes both branches and a ``select_n``, a
-``scan`` is unrolled); all others stay as they are, because the later passes look into them.
+``scan`` is unrolled); all others stay as they are, since later passes look into them.
 ``custom_jvp`` and ``custom_vjp`` calls are never opened: their rule is the derivative that the
-user asked for. A slice, an update or a ``scatter`` at a fixed place is taken apart, so that its
+user asked for. A slice, an update or a ``scatter`` at a fixed index is taken apart, so that its
 positions are known.
 """
 
@@ -35,16 +35,13 @@ from .._compat import (
     struct,
 )
 from ..op import ETPPrimitive
-from .alignment import is_inexact
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
+from .liveness import needed_equations
+from .primitives import CUSTOM_RULES, INLINED_CALLS, is_inexact
 from .scatter import SCATTERS, scatter_in_pieces, update_in_pieces
 
 __all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_body', 'has_while']
 
-INLINED_CALLS = frozenset(
-    ['jit', 'pjit', 'closed_call', 'core_call', 'remat', 'remat2', 'checkpoint', 'custom_lin']
-)
-CUSTOM_RULES = frozenset(['custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr'])
 FOLDED: dict[str, Callable[..., np.ndarray]] = {
     'add': lambda params, a, b: a + b,
     'broadcast_in_dim': lambda params, a: np.broadcast_to(_spread(params, a), params['shape']),
@@ -53,7 +50,7 @@ FOLDED: dict[str, Callable[..., np.ndarray]] = {
     'lt': lambda params, a, b: np.asarray(a < b),
     'select_n': lambda params, which, *cases: np.choose(which.astype(int), cases),
 }
-"""What JAX computes an index by, on scalars and arrays of a few."""
+"""The primitives by which JAX computes indices, as functions of small arrays."""
 LARGEST_INDEX = 8
 
 
@@ -64,9 +61,9 @@ class ControlFlowPolicy:
     Parameters
     ----------
     cond : {'convert', 'opaque'}
-        ``'convert'`` evaluates both branches of a ``cond`` that contains an ETP op and selects. If
-        a branch is only safe when it is taken (a guarded ``sqrt``, say), its derivative may be NaN
-        there; keep such a ``cond`` out of the op's way, or use ``'opaque'``.
+        ``'convert'`` evaluates both branches of a ``cond`` that contains an ETP op and selects. The
+        derivative of a branch that is only safe when taken (a guarded ``sqrt``, say) may then be
+        NaN; keep the op out of such a ``cond``, or use ``'opaque'``.
     scan_unroll_limit : int
         The longest ``scan`` with an ETP op inside that is unrolled.
     while_hidden : {'opaque-fwd', 'error'}
@@ -126,7 +123,7 @@ def has_body(eqn: JaxprEqn) -> bool:
 
 
 def has_while(eqn: JaxprEqn) -> bool:
-    """Whether an equation is, or contains, a while loop, other than under a rule of its own."""
+    """Whether an equation is, or contains, a while loop outside custom derivatives."""
     name = eqn.primitive.name
     if not eqn.params or name in CUSTOM_RULES:
         return False
@@ -153,19 +150,8 @@ def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy, opens_ops: bool = Fa
         list(flattener.constants.values()),
         jaxpr.invars,
         outvars,
-        _live(flattener.eqns, outvars),
+        needed_equations(flattener.eqns, outvars, keep_effects=True),
     )
-
-
-def _live(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprEqn]:
-    """The equations that an output or an effect depends on."""
-    needed = {v for v in outvars if not isinstance(v, Literal)}
-    live = []
-    for eqn in reversed(eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            live.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-    return live[::-1]
 
 
 def _read(env: dict[Var, Atom], atom: Atom) -> Atom:
@@ -204,14 +190,14 @@ class _Flattener:
             self.fold(eqn, operands, outvars)
 
     def fold(self, eqn: JaxprEqn, operands: Sequence[Atom], outvars: Sequence[Var]) -> None:
-        """Compute what says where to index, if it is known."""
+        """Compute an index whose operands are known."""
         if eqn.primitive.name in FOLDED and not is_inexact(outvars[0].aval):
             values = self.known(operands)
             if values is not None and outvars[0].aval.size <= LARGEST_INDEX:
                 self.indices[outvars[0]] = FOLDED[eqn.primitive.name](eqn.params, *values)
 
     def known(self, atoms: Sequence[Atom]) -> list[np.ndarray] | None:
-        """The values of integers, if all are known."""
+        """The values of some indices, if all are known."""
         values = [
             np.asarray(a.val) if isinstance(a, Literal) else self.indices.get(a) for a in atoms
         ]
@@ -256,7 +242,7 @@ class _Flattener:
         return None
 
     def index_at_fixed_place(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
-        """A dynamic slice, or the update of one, whose place is known."""
+        """A dynamic slice, or the update of one, whose index is known."""
         is_slice = eqn.primitive.name == 'dynamic_slice'
         arrays, known = operands[: 2 - is_slice], self.known(operands[2 - is_slice :])
         if known is None:

@@ -1,4 +1,4 @@
-"""What a step reads of brainstate's environment, and how it follows what the caller sets there.
+"""What a step reads from brainstate's environment, and how it follows what the caller sets there.
 
 A value that is read while a step is traced is one of two things:
 
@@ -23,7 +23,7 @@ from .._typing import PyTree
 __all__ = ['CHANGING', 'Environment', 'EnvironmentValues', 'bind_environment', 'trace_reads']
 
 CHANGING = (brainstate.environ.T, brainstate.environ.I)
-"""What is an input from the start: the time, and the number of the step."""
+"""The keys that are inputs from the start: the time, and the number of the step."""
 
 SETTINGS = frozenset(
     {
@@ -33,7 +33,7 @@ SETTINGS = frozenset(
         brainstate.environ.JIT_ERROR_CHECK,
     }
 )
-"""What is part of the program, even as a number."""
+"""The keys whose values are constants of the program, even if they are numbers."""
 
 MISSING = object()
 
@@ -67,7 +67,7 @@ class Environment(NamedTuple):
         )
 
     def moved(self) -> set[str]:
-        """The keys of constants that are numbers, and other numbers now."""
+        """The keys of constants that are numbers and have changed."""
         return {
             key
             for key, value in self.constants.items()
@@ -77,7 +77,7 @@ class Environment(NamedTuple):
         }
 
     def changes(self) -> list[str]:
-        """What differs from the present environment, to be shown."""
+        """How the constants differ from the present environment, in words."""
         pairs = {key: (value, _present(key)) for key, value in self.constants.items()}
         return [
             f'{key} is {_show(now)} (it was {_show(then)})'
@@ -108,7 +108,7 @@ def bind_environment(step: Callable[..., Any]) -> Callable[..., Any]:
 def trace_reads(
     trace: Callable[[EnvironmentValues | None], Any], changing: Collection[str]
 ) -> tuple[Any, Environment]:
-    """Trace a step, with what it reads of the environment as inputs where that is possible.
+    """Trace a step, with what it reads from the environment as inputs where that is possible.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def trace_reads(
 
     try:
         return attempt(wanted)
-    except TypeError:  # a shape, an index or a branch of Python wants to know a value
+    except TypeError:  # a shape, an index or a branch in Python needs a concrete value
         if not wanted:
             raise
     possible: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def trace_reads(
 
 @contextmanager
 def _recorded_reads() -> Iterator[dict[str, None]]:
-    """The keys that this thread reads of the environment, in order."""
+    """The keys that this thread reads from the environment, in order."""
     reads: dict[str, None] = {}
     thread = threading.get_ident()
     with _patching:
@@ -205,13 +205,13 @@ def _fits(value: Any, like: PyTree) -> bool:
 
 
 def _is_python_number(value: Any, dtype: Any) -> bool:
-    """Whether a number of Python takes part in a computation with this type as that type."""
+    """Whether a Python number takes on a type when it meets an array of it."""
     kinds = {int: jnp.number, float: jnp.inexact, complex: jnp.complexfloating}
     return type(value) in kinds and jnp.issubdtype(dtype, kinds[type(value)])
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values of a constant make no difference to the program."""
+    """Whether the program is the same for two values of a constant."""
     if a is b:
         return True
     if not _same_structure(a, b):

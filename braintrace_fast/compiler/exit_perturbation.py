@@ -8,6 +8,8 @@
   operations that mix positions on the way to a hidden state are not followed.
 """
 
+import functools
+import operator
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +28,13 @@ from .._compat import (
     open_jaxpr,
     rewire,
 )
-from .alignment import passes_derivative
 from .control_flow import has_while
+from .equations import single_equation
 from .flow import Flow
 from .hidden_group import HiddenGroup
+from .liveness import needed_equations, reached_variables, read_variables, variables
 from .module_info import ModuleInfo
-from .perturbation import single_equation
+from .primitives import passes_derivative
 from .relation import HiddenParamOpRelation
 from .while_loop import with_reverse_mode
 
@@ -44,9 +47,9 @@ class ExitPerturbation:
 
     The loss sees a new state with its perturbation, and so do other groups and everything that
     mixes positions; the other planes of the same group see it without, because ``D`` contains that
-    path already. Old states are perturbed for what is computed from them past all new states, as an
-    output that returns a value before it is stored. Equations that serve both sides are there
-    twice.
+    path already. Old states are perturbed for what is computed from them past all new states, such
+    as an output that returns a value before it is stored. Equations that serve both sides are
+    evaluated twice.
 
     A traced op whose weights depend on parameters and constants only takes no derivative by them
     here: ``c (x) x`` gives it. All other weights are differentiated as usual.
@@ -122,19 +125,19 @@ def add_exit_perturbation(
 
 
 World = int
-"""What is seen without its perturbation, as bits: ``OLD`` states; from bit 1 on, new states of the
-groups in order."""
+"""Which states are seen without their perturbation, as bits: ``OLD`` ones and, from bit 1 on, the
+new ones of each group in order."""
 
 OUTSIDE: World = 0
 OLD: World = 1
 
 
 class _Rewriter:
-    """Evaluates every equation once per world in which its results are needed.
+    """Evaluates every equation once in each world that needs its results.
 
     Take ``i' = i + y; v' = v + i'; out = v'`` with one group of ``i`` and ``v``. The loss must see
-    ``i' + p`` and ``v' + q``, but ``v'`` itself must be made from ``i'`` without ``p``. So ``i'``
-    is there in two worlds: inside the group as it was computed, and outside with its perturbation.
+    ``i' + p`` and ``v' + q``, but ``v'`` itself must be computed from ``i'`` without ``p``. So
+    ``i'`` exists in two worlds: inside the group as it was computed, outside with its perturbation.
 
     Outside, all states carry their perturbation. A new state of a group is computed in a world that
     contains the group and ``OLD``, and its perturbation is added on leaving. A variable is the same
@@ -196,8 +199,8 @@ class _Rewriter:
 
     def bypassing_ys(self, results: Sequence[Atom]) -> tuple[bool, ...]:
         """Per relation, whether its ``y`` reaches a result other than through ``f`` and an exit."""
-        told: dict[Var, int] = {}  # by the zero of an exit: the relations whose f says it all
-        reached: dict[Var, int] = {}  # by variable: the relations that reach it otherwise
+        told: dict[Var, int] = {}  # by zero of an exit: the relations whose f contains all paths
+        reached: dict[Var, int] = {}  # by variable: the relations that reach it by other paths
         for r, relation in enumerate(self.relations):
             reached[self.y_zeros[relation.y_var]] = 1 << r
             for path, how in relation.path_classification.items():
@@ -205,46 +208,35 @@ class _Rewriter:
                     zero = self.exits[self.minfo.hidden_path_to_outvar[path]]
                     told[zero] = told.get(zero, 0) | 1 << r
         for eqn in self.eqns:
-            found = 0
-            for v in eqn.invars:
-                if not isinstance(v, Literal):
-                    found |= reached.get(v, 0)
-            for v in eqn.invars:
-                if not isinstance(v, Literal):
-                    found &= ~told.get(v, 0)
-            if found:
+            operands = variables(eqn.invars)
+            reaching = functools.reduce(operator.or_, (reached.get(v, 0) for v in operands), 0)
+            for v in operands:
+                reaching &= ~told.get(v, 0)
+            if reaching:
                 flows = zip(eqn.outvars, passes_derivative(eqn), strict=True)
-                reached.update((v, found) for v, passes in flows if passes)
-        ends = [reached.get(v, 0) for v in results if not isinstance(v, Literal)]
+                reached.update((v, reaching) for v, passes in flows if passes)
+        ends = [reached.get(v, 0) for v in variables(results)]
         return tuple(any(end >> r & 1 for end in ends) for r in range(len(self.relations)))
 
     def reached_by_old_states(self) -> set[Var]:
         """The variables that old states reach by paths without a new state on them."""
-        leads_to_new = set(self.group_of)
-        for eqn in reversed(self.flow.eqns):
-            if not leads_to_new.isdisjoint(eqn.outvars):
-                leads_to_new.update(v for v in eqn.invars if not isinstance(v, Literal))
-        reached: set[Var] = set(self.bypasses)
-        for index, eqn in enumerate(self.flow.eqns):
-            if not any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
-                continue
-            for v, passes in zip(eqn.outvars, self.flow.passes[index], strict=True):
-                if passes and v not in self.group_of:
-                    if not (v in leads_to_new and self.cuts_old_state(index, v)):
-                        reached.add(v)
-        return reached
+        leads_to_new = read_variables(needed_equations(self.flow.eqns, self.group_of))
 
-    def cuts_old_state(self, index: int, v: Var) -> bool:
-        found = self.flow.of(v).items()
-        return any(index in d.cut_by and s in self.bypasses for s, d in found)
+        def into(eqn: JaxprEqn) -> list[Var]:
+            old = (v for v in self.flow.differentiated(eqn) if v not in self.group_of)
+            return [v for v in old if not (v in leads_to_new and self.cuts_old_state(v))]
+
+        return reached_variables(self.flow.eqns, self.bypasses, into)
+
+    def cuts_old_state(self, v: Var) -> bool:
+        """Whether the equation of a variable cuts the path of an old state."""
+        index, dependences = self.flow.producer[v], self.flow.of(v).items()
+        return any(index in d.cut_by and s in self.bypasses for s, d in dependences)
 
     def reached_groups(self, v: Var) -> World:
         """The groups whose new states reach a variable position by position, as bits."""
-        found = OUTSIDE
-        for source in self.flow.aligned(v):
-            if source is not v:
-                found |= self.group_of.get(source, OUTSIDE)
-        return found
+        groups = (self.group_of.get(s, OUTSIDE) for s in self.flow.aligned(v) if s is not v)
+        return functools.reduce(operator.or_, groups, OUTSIDE)
 
     def same(self, v: Var, world: World) -> World:
         """The smallest world in which a variable has the same value."""
@@ -269,10 +261,9 @@ class _Rewriter:
         last equation to the first, comes to a variable's own equation, it has met all its readers.
         """
         needed = self.needed
-        anywhere = {v for v in values if not isinstance(v, Literal)}
-        for v in outputs:
-            if not isinstance(v, Literal):
-                needed.setdefault(v, set()).add(OUTSIDE)
+        anywhere = set(variables(values))
+        for v in variables(outputs):
+            needed.setdefault(v, set()).add(OUTSIDE)
         planned = []
         for index in range(len(self.flow.eqns) - 1, -1, -1):
             eqn = self.flow.eqns[index]
@@ -315,14 +306,11 @@ class _Rewriter:
             self.store(v, world, result)
 
     def constant_operands(self, eqn: JaxprEqn) -> list[int]:
-        """Operands by which nothing is differentiated.
-
-        These are the traced weights, for which ``c (x) x`` stands.
-        """
+        """The traced weights of an op: no gradient is taken, since it is ``c (x) x``."""
         relation = self.static_relations.get(eqn.outvars[0]) if eqn.outvars else None
         if relation is not None:
             positions = relation.primitive.trainable_invars(eqn.params)
-            return [positions[key] for key in relation.trainable_vars]
+            return [positions[key] for key in relation.weight_ways]
         return []
 
     def store(self, v: Var, world: World, result: Var) -> None:

@@ -3,13 +3,13 @@
 Sources are hidden states (old and new values) and the outputs of ETP ops. For every variable that a
 source reaches, the flow records how the positions correspond, and which equations cut a path: those
 that mix positions, as ETP ops, matrix products, reductions and permutations do. Paths that are cut
-have no part in ``D`` and ``f``: that is what "diagonal" means.
+are not part of ``D`` and ``f``: that is what "diagonal" means.
 
 A path is *cut* where it meets an equation that mixes positions; the equations that cut it are kept
-with the dependence. An operand is *detached* where a source would mix by it into a result that is
-aligned otherwise, or would be read at other positions than a source that is in place: slices take
-it as a constant. A source is *unfit* for a new state whose shape does not correspond to its own, so
-that no path between them can line up.
+with the dependence. An operand is *detached*, so that slices take it as a constant, if through it a
+source would be mixed into a result that is aligned through other operands, or be read at other
+positions than a source that is in place. A source is *unfit* for a new state whose shape does not
+correspond to its own, so that no path between them can line up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,15 +17,10 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from .._compat import Atom, Jaxpr, JaxprEqn, Literal, Var, build_jaxpr, new_var, rewire
-from .alignment import (
-    align_results,
-    always_mixes,
-    cuts_by_design,
-    even_arrays,
-    is_element_wise,
-    passes_derivative,
-)
+from ..op import ETPPrimitive
+from .alignment import align_results
 from .control_flow import has_body, has_while
+from .liveness import read_variables, variables
 from .positions import (
     MIXED,
     Alignment,
@@ -36,6 +31,9 @@ from .positions import (
     identity_alignment,
     partly_in_place,
 )
+from .primitives import MIXING, is_element_wise, passes_derivative
+from .scope import Scope
+from .uniform import uniform_arrays
 
 __all__ = ['Dependence', 'Flow', 'Slice', 'Source']
 
@@ -45,6 +43,10 @@ class Dependence(NamedTuple):
 
     alignment: Alignment | None
     cut_by: tuple[int, ...] = ()
+
+
+Dependences = dict[Var, Dependence]
+"""By source."""
 
 
 class Source(NamedTuple):
@@ -82,6 +84,8 @@ class Flow:
         The variables whose influence is followed.
     targets : iterable of Var
         Those of the sources that are new hidden states: positions must line up there.
+    scope : Scope, optional
+        Through which ops influence is followed.
     """
 
     def __init__(
@@ -89,7 +93,9 @@ class Flow:
         eqns: Sequence[JaxprEqn],
         sources: Mapping[Var, Source],
         targets: Iterable[Var] = (),
+        scope: Scope | None = None,
     ) -> None:
+        self.scope = Scope() if scope is None else scope
         self.eqns = list(eqns)
         self.sources = dict(sources)
         self.targets = frozenset(targets)
@@ -108,24 +114,30 @@ class Flow:
             self._visit(index, eqn)
         self._aligned: dict[Var, dict[Var, None]] = {}
         self._reached: dict[Var, set[Var]] = {source: set() for source in self.sources}
-        for v, found in self.dependences.items():
-            aligned = [s for s, d in found.items() if d.alignment is not None]
+        for v, by_source in self.dependences.items():
+            aligned = [s for s, d in by_source.items() if d.alignment is not None]
             self._aligned[v] = dict.fromkeys(aligned)
             for source in aligned:
                 self._reached[source].add(v)
 
-    def of(self, atom: Atom) -> dict[Var, Dependence]:
-        """The sources that reach a variable."""
+    def of(self, atom: Atom) -> Dependences:
+        """How a variable depends on the sources that reach it."""
         return {} if isinstance(atom, Literal) else self.dependences.get(atom, {})
 
+    def differentiated(self, eqn: JaxprEqn) -> list[Var]:
+        """The results of one of the equations that a derivative can flow into."""
+        if not eqn.outvars:
+            return []
+        passes = self.passes[self.producer[eqn.outvars[0]]]
+        return [v for v, flows in zip(eqn.outvars, passes, strict=True) if flows]
+
     def mixer(self, cut: int) -> JaxprEqn:
-        """The equation to name for a cut: the one that moved positions, if others meet later."""
+        """The equation to blame for a cut: an earlier one, if that moved the positions."""
         return self.eqns[self.movers.get(cut, cut)]
 
     def reaches(self, source: Var, target: Var, width: int) -> list[bool]:
         """Per plane of a new state (``width`` along its last axis), whether a source reaches it."""
-        found = self.of(target).get(source)
-        alignment = None if found is None else found.alignment
+        alignment = self._alignment(target, source)
         if alignment is None:
             return [False] * (width or 1)
         last = alignment[-1] if width else None
@@ -135,14 +147,19 @@ class Flow:
         """The sources that reach a variable position by position, as an ordered set."""
         return {} if isinstance(atom, Literal) else self._aligned.get(atom, {})
 
-    def _itself(self, source: Var) -> dict[Var, Dependence]:
+    def _alignment(self, v: Var, source: Var) -> Alignment | None:
+        """How the positions of a variable follow those of a source, if they do."""
+        dependence = self.of(v).get(source)
+        return None if dependence is None else dependence.alignment
+
+    def _itself(self, source: Var) -> Dependences:
         shape, _, plane = self.sources[source]
         return {source: Dependence(identity_alignment(source.aval.shape, len(shape), plane))}
 
-    def _line_up(self, source: Var, target: Var, index: int, found: Dependence) -> Dependence:
+    def _line_up(self, source: Var, target: Var, index: int, old: Dependence) -> Dependence:
         """Cut a dependence whose positions do not correspond one to one at a new hidden state."""
-        if found.alignment is None:
-            return found
+        if old.alignment is None:
+            return old
         ours, theirs = self.sources[source], self.sources[target]
         missing = len(theirs.shape) - len(ours.shape)
         fits = (missing == 0 or (ours.may_be_shared and missing > 0)) and theirs.shape[
@@ -151,41 +168,38 @@ class Flow:
         axes = identity_alignment(ours.shape)
         expected = (*[None] * max(missing, 0), *axes)
         expected += (None,) * (target.aval.ndim - len(theirs.shape))
-        if fits and forget_indices(found.alignment) == expected:
-            return found
+        if fits and forget_indices(old.alignment) == expected:
+            return old
         if not fits:
             self.unfit.add((source, target))
         self.movers.setdefault(index, self._mover(index, source))
-        return Dependence(None, (*found.cut_by, index))
+        return Dependence(None, (*old.cut_by, index))
 
     def _visit(self, index: int, eqn: JaxprEqn) -> None:
-        known = self.dependences
-        inputs = [{} if isinstance(v, Literal) else known.get(v, {}) for v in eqn.invars]
-        results: list[dict[Var, Dependence]] = [{}] * len(eqn.outvars)
+        inputs = [self.of(v) for v in eqn.invars]
+        results: list[Dependences] = [{}] * len(eqn.outvars)
         if any(inputs) and any(self.passes[index]):
             results = self._meet_in_place(eqn, inputs) or self._met(index, eqn, inputs)
-        for v, found in zip(eqn.outvars, results, strict=True):
+        for v, by_source in zip(eqn.outvars, results, strict=True):
             if v in self.targets:
-                found = {s: self._line_up(s, v, index, d) for s, d in found.items()}
+                by_source = {s: self._line_up(s, v, index, d) for s, d in by_source.items()}
             if v in self.sources:
-                found = {**found, **self._itself(v)}
-            if found:
-                self.dependences[v] = found
+                by_source = {**by_source, **self._itself(v)}
+            if by_source:
+                self.dependences[v] = by_source
 
-    def _meet_in_place(
-        self, eqn: JaxprEqn, inputs: list[dict[Var, Dependence]]
-    ) -> list[dict[Var, Dependence]] | None:
+    def _meet_in_place(self, eqn: JaxprEqn, inputs: list[Dependences]) -> list[Dependences] | None:
         """The common case: sources meet element by element, each with one alignment; else None."""
         shape = eqn.outvars[0].aval.shape
-        carrying = [(v, found) for v, found in zip(eqn.invars, inputs, strict=True) if found]
+        carrying = [(v, own) for v, own in zip(eqn.invars, inputs, strict=True) if own]
         if not is_element_wise(eqn) or any(v.aval.shape != shape for v, _ in carrying):
             return None
         (_, met), *others = carrying
-        for _, found in others:
-            if found is met:
+        for _, other in others:
+            if other is met:
                 continue
             met = dict(met)
-            for source, theirs in found.items():
+            for source, theirs in other.items():
                 ours = met.setdefault(source, theirs)
                 if ours is theirs or ours == theirs:
                     continue
@@ -200,20 +214,20 @@ class Flow:
                 return None
         return [met]
 
-    def _met(
-        self, index: int, eqn: JaxprEqn, inputs: list[dict[Var, Dependence]]
-    ) -> list[dict[Var, Dependence]]:
+    def _met(self, index: int, eqn: JaxprEqn, inputs: list[Dependences]) -> list[Dependences]:
         """Per result, the sources that reach it through one equation."""
-        sources = dict.fromkeys(source for found in inputs for source in found)
+        sources = dict.fromkeys(source for operand in inputs for source in operand)
         passes = self.passes[index]
-        if cuts_by_design(eqn.primitive):
+        if isinstance(eqn.primitive, ETPPrimitive) and not self.scope.follows(
+            eqn.primitive, eqn.params
+        ):
             here = Dependence(None, (index,))  # whatever was mixed before
             cut_here = dict.fromkeys(sources, here)
             return [cut_here if passed else {} for passed in passes]
-        results: list[dict[Var, Dependence]] = [{} for _ in eqn.outvars]
+        results: list[Dependences] = [{} for _ in eqn.outvars]
         outcomes = self._outcomes(index, eqn, inputs, sources)
         for source in sources:
-            met = (found[source].cut_by for found in inputs if source in found)
+            met = (operand[source].cut_by for operand in inputs if source in operand)
             before = dict.fromkeys(cut for cuts in met for cut in cuts)
             for place, outcome in enumerate(outcomes[source]):
                 if outcome is None and not (before and passes[place]):
@@ -228,13 +242,13 @@ class Flow:
         self,
         index: int,
         eqn: JaxprEqn,
-        inputs: list[dict[Var, Dependence]],
+        inputs: list[Dependences],
         sources: Iterable[Var],
     ) -> '_Outcomes':
         """Outcomes per source, with operands detached that would mix into an aligned result.
 
-        A source that arrives in place by some operands is not let in by others that move it. And a
-        result that is aligned to one source must not let another one in unaligned, or at other
+        A source that arrives in place through some operands is kept out of others that move it. And
+        a result that is aligned with one source keeps out another one that is mixed, or at other
         positions. Such operands are taken as constants, for every source.
         """
         detached: frozenset[int] = frozenset()
@@ -243,7 +257,7 @@ class Flow:
             outcomes = _Outcomes(eqn, inputs, sources, detached)
             clashing = self._clashing(eqn, outcomes) if meet else set()
             mixes = clashing or any(map(partial(_moves, eqn), outcomes.values()))
-            if not mixes or always_mixes(eqn):
+            if not mixes or eqn.primitive.name in MIXING:
                 break
             moved = self._moving_operands(eqn, inputs, outcomes, detached)
             if moved:
@@ -252,17 +266,17 @@ class Flow:
             live = [
                 place
                 for place in range(len(eqn.outvars))
-                if any(isinstance(found[place], tuple) for found in outcomes.values())
+                if any(isinstance(results[place], tuple) for results in outcomes.values())
             ]
             mixing = clashing | {
                 source
-                for source, found in outcomes.items()
-                if any(found[place] is MIXED for place in live)
+                for source, results in outcomes.items()
+                if any(results[place] is MIXED for place in live)
             }
             bad = frozenset(
                 place
-                for place, found in enumerate(inputs)
-                if any(s in mixing and d.alignment is not None for s, d in found.items())
+                for place, operand in enumerate(inputs)
+                if any(s in mixing and d.alignment is not None for s, d in operand.items())
             )
             if bad <= detached:
                 break
@@ -275,12 +289,12 @@ class Flow:
 
     def _clashing(self, eqn: JaxprEqn, outcomes: Mapping[Var, Sequence[Outcome]]) -> set[Var]:
         """Sources that a result reads at other positions than a source that is in place there."""
-        found: set[Var] = set()
+        clashing: set[Var] = set()
         for place, v in enumerate(eqn.outvars):
             at_place = ((source, outcome[place]) for source, outcome in outcomes.items())
             alignments = {source: how for source, how in at_place if isinstance(how, tuple)}
-            found |= self._out_of_place(alignments, v.aval.shape)
-        return found
+            clashing |= self._out_of_place(alignments, v.aval.shape)
+        return clashing
 
     def _out_of_place(
         self, alignments: Mapping[Var, Alignment], shape: tuple[int, ...]
@@ -306,10 +320,8 @@ class Flow:
         while True:
             displaced = (
                 self.producer[v]
-                for v in self.eqns[index].invars
-                if not isinstance(v, Literal)
-                and v in self.producer
-                and self._is_displaced(v, source)
+                for v in variables(self.eqns[index].invars)
+                if v in self.producer and self._is_displaced(v, source)
             )
             earlier = next(displaced, None)
             if earlier is None:
@@ -317,30 +329,29 @@ class Flow:
             index = earlier
 
     def _is_displaced(self, v: Var, source: Var) -> bool:
-        found = self.of(v).get(source)
-        alignment = None if found is None else found.alignment
+        alignment = self._alignment(v, source)
         return alignment is not None and not self._in_place(source, [alignment])
 
     def _moving_operands(
         self,
         eqn: JaxprEqn,
-        inputs: list[dict[Var, Dependence]],
+        inputs: list[Dependences],
         outcomes: '_Outcomes',
         detached: frozenset[int],
     ) -> frozenset[int]:
-        """Operands by which a source mixes, where it arrives in place by others alone."""
-        for source in (s for s, found in outcomes.items() if _moves(eqn, found)):
+        """Operands through which a source mixes, where it arrives in place through others."""
+        for source in (s for s, results in outcomes.items() if _moves(eqn, results)):
             alignments = {
-                place: found[source].alignment
-                for place, found in enumerate(inputs)
-                if place not in detached and source in found and found[source].alignment is not None
+                place: own[source].alignment
+                for place, own in enumerate(inputs)
+                if place not in detached and source in own and own[source].alignment is not None
             }
             alone = {
                 place: align_results(eqn, [a if i == place else None for i in range(len(inputs))])
                 for place, a in alignments.items()
                 if len(alignments) > 1
             }
-            moved = frozenset(p for p, found in alone.items() if not self._in_place(source, found))
+            moved = frozenset(p for p, moves in alone.items() if not self._in_place(source, moves))
             if 0 < len(moved) < len(alone):
                 return moved
         return frozenset()
@@ -348,16 +359,16 @@ class Flow:
     def _in_place(self, source: Var, outcomes: Sequence[Outcome]) -> bool:
         expected = [e for e in identity_alignment(self.sources[source].shape) if e is not None]
         return MIXED not in outcomes and all(
-            [e for e in forget_indices(found) if e is not None] == expected
-            for found in outcomes
-            if isinstance(found, tuple)
+            [e for e in forget_indices(outcome) if e is not None] == expected
+            for outcome in outcomes
+            if isinstance(outcome, tuple)
         )
 
     def slice(self, sources: Sequence[Var], results: Sequence[Var]) -> Slice:
         """The part of the step through which the sources reach the results position by position.
 
-        Every other variable that it needs becomes a constant of the slice; but of an array that is
-        one number throughout, the slice has the way from the number, which may be cheaper to pass.
+        Every other variable that it needs becomes a constant of the slice. But a uniform array is
+        computed inside the slice from its number, which is cheaper to pass.
         """
         reached: set[Var] = set().union(*(self._reached[source] for source in sources))
         inner = reached.difference(sources)
@@ -373,8 +384,7 @@ class Flow:
                     for place, v in enumerate(self.eqns[index].invars)
                     if not isinstance(v, Literal) and v in inner and place not in detached
                 ]
-        read = [v for index in kept for v in self.eqns[index].invars if not isinstance(v, Literal)]
-        made = self._ways(read)
+        made = self._ways(read_variables(self.eqns[index] for index in kept))
         kept.update(made.values())
         constants: dict[Var, Var] = {}
         eqns = []
@@ -397,42 +407,40 @@ class Flow:
 
     @cached_property
     def _uniform(self) -> set[Var]:
-        """Arrays that are one number throughout, by the way they are computed, from no source."""
-        return even_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
+        """The uniform arrays that no source reaches."""
+        return uniform_arrays(self.eqns, lambda v: v.aval.shape == () and not self.of(v))
 
-    def _ways(self, variables: Iterable[Var]) -> dict[Var, int]:
-        """What leads to those of some variables that are uniform, each with its equation."""
+    def _ways(self, read: Iterable[Var]) -> dict[Var, int]:
+        """Those of some variables that are uniform, and what leads to them, by equation."""
         made: dict[Var, int] = {}
-        pending = [v for v in variables if v in self._uniform]
+        pending = [v for v in read if v in self._uniform]
         while pending:
             v = pending.pop()
             if v not in made:
                 made[v] = self.producer[v]
-                operands = self.eqns[made[v]].invars
-                pending += [
-                    a for a in operands if not isinstance(a, Literal) and a in self._uniform
-                ]
+                operands = variables(self.eqns[made[v]].invars)
+                pending += [a for a in operands if a in self._uniform]
         return made
 
 
 def _moves(eqn: JaxprEqn, outcomes: Sequence[Outcome]) -> bool:
     """Whether a source is mixed, or only a part of it is where it was."""
     return any(
-        partly_in_place(found, v.aval.shape) if isinstance(found, tuple) else found is MIXED
-        for found, v in zip(outcomes, eqn.outvars, strict=True)
+        partly_in_place(how, v.aval.shape) if isinstance(how, tuple) else how is MIXED
+        for how, v in zip(outcomes, eqn.outvars, strict=True)
     )
 
 
 class _Outcomes(dict[Var, list[Outcome]]):
     """The outcome of one equation per source, given operands that are taken as constants.
 
-    ``lost`` are the sources of which a part is not let in.
+    ``lost`` are the sources that such operands carry.
     """
 
     def __init__(
         self,
         eqn: JaxprEqn,
-        inputs: list[dict[Var, Dependence]],
+        inputs: list[Dependences],
         sources: Iterable[Var],
         detached: frozenset[int],
     ) -> None:

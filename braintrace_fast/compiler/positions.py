@@ -12,7 +12,7 @@ axis each of its axes runs along: one entry per axis,
 
 Behind them stand the source axes of which one index was taken, so that no axis runs along them:
 ``Pin(axis, position, size)`` says that everything here reads that one. Every source axis of size
-above one is present in every alignment. What an alignment allows need not be read in fact.
+above one is present in every alignment. An alignment says what may be read, not what is.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Only(NamedTuple):
 
 
 class Along(NamedTuple):
-    """Index ``i`` reads index ``start + step * i`` of a source axis, if it has that one."""
+    """Index ``i`` reads index ``start + step * i`` of a source axis, if there is one."""
 
     axis: int
     start: int
@@ -69,7 +69,7 @@ class Along(NamedTuple):
         return self._replace(start=self.start + self.step * start, step=self.step * step)
 
     def indices(self, length: int) -> range:
-        """The indices, of so many, that read the source."""
+        """The indices below a length that read the source."""
         ends = (-self.start, self.size - 1 - self.start)
         low, high = ends if self.step > 0 else ends[::-1]
         return range(max(0, -(-low // self.step)), min(length, high // self.step + 1))
@@ -82,7 +82,7 @@ class Pieces(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """A source axis of which all that is here reads one index."""
+    """A source axis of which only one index is read."""
 
     axis: int
     position: int
@@ -121,7 +121,7 @@ def identity_alignment(
 
 
 def forget_indices(source: Alignment) -> Alignment:
-    """The alignment with its free axes wholly free."""
+    """The alignment with free axes that are free at all indices."""
     return tuple(None if isinstance(entry, Only) else entry for entry in source)
 
 
@@ -210,7 +210,7 @@ def flipped(entry: Entry, length: int) -> Entry:
 
 
 def concatenated(sources: Sequence[tuple[int, int, Alignment]], axis: int) -> Outcome:
-    """The outcome for arrays that stand one after the other along an axis: (begin, size, ..)."""
+    """The outcome for arrays that are concatenated along an axis: (begin, size, alignment) each."""
     outcomes: list[Alignment] = []
     parts: list[tuple[int, int, Along]] = []
     for begin, size, source in sources:
@@ -237,22 +237,22 @@ def concatenated(sources: Sequence[tuple[int, int, Alignment]], axis: int) -> Ou
 
 
 def _pieces(parts: Iterable[tuple[int, int, Along]]) -> Entry:
-    """Parts in order, with those of equal entries as one."""
-    found: list[tuple[int, int, Along]] = []
+    """The entry of some parts in order, neighbours with equal entries joined."""
+    merged: list[tuple[int, int, Along]] = []
     for begin, end, entry in parts:
         reading = entry.indices(end)
         if max(reading.start, begin) >= reading.stop:
             continue
-        if found and found[-1][2] == entry:
-            begin = found.pop()[0]
-        found.append((begin, end, entry))
-    if not found:
+        if merged and merged[-1][2] == entry:
+            begin = merged.pop()[0]
+        merged.append((begin, end, entry))
+    if not merged:
         return NOTHING
-    return found[0][2] if len(found) == 1 else Pieces(tuple(found))
+    return merged[0][2] if len(merged) == 1 else Pieces(tuple(merged))
 
 
 def partly_in_place(alignment: Alignment, shape: Sequence[int]) -> bool:
-    """Whether some pieces of an axis as long as the source's stand where they were."""
+    """Whether some pieces of an axis as long as the source's are where they were."""
     return any(
         isinstance(entry, Pieces)
         and any((p.start, p.step, p.size) == (0, 1, length) for _, _, p in entry.parts)
@@ -261,7 +261,7 @@ def partly_in_place(alignment: Alignment, shape: Sequence[int]) -> bool:
 
 
 def pinned(entry: Entry, index: int) -> Pin | None:
-    """What is left of an axis of which one index is taken; None if that reads nothing."""
+    """What is known of an axis of which one index is taken; None if that reads nothing."""
     if isinstance(entry, Pieces):
         parts = [part for begin, end, part in entry.parts if begin <= index < end]
         return pinned(parts[0], index) if parts else None
@@ -269,7 +269,7 @@ def pinned(entry: Entry, index: int) -> Pin | None:
     return Pin(entry.axis, position, entry.size) if 0 <= position < entry.size else None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def clash(one: Alignment, other: Alignment, shape: tuple[int, ...], fewer: int = 0) -> bool:
     """Whether some index reads a source and, at another position, a second source.
 
@@ -304,7 +304,7 @@ def clash(one: Alignment, other: Alignment, shape: tuple[int, ...], fewer: int =
 def _lanes(
     one: Alignment, other: Alignment, shape: tuple[int, ...]
 ) -> list[tuple[Entry, Entry, int]] | None:
-    """Pairs of entries with the sizes of their axes, merged ones apart; None if they differ."""
+    """Pairs of entries with the sizes of their axes, merged ones split; None if they differ."""
     lanes: list[tuple[Entry, Entry, int]] = []
     for *entries, length in zip(one, other, shape, strict=False):
         merged = [entry for entry in entries if isinstance(entry, Merged)]
@@ -329,15 +329,15 @@ def _axis(entry: Along | Pieces) -> int:
 
 
 def _read(entry: Entry, length: int) -> Sequence[tuple[int, ...] | None]:
-    """Per index, the source axis and position read; empty if any, None if none."""
+    """Per index, the source axis and position that it reads; empty for any, None for none."""
     if entry is None:
         return [()] * length
     if isinstance(entry, Only):
         return [() if i in entry.indices else None for i in range(length)]
-    found: list[tuple[int, ...] | None] = [None] * length
+    read: list[tuple[int, ...] | None] = [None] * length
     parts = entry.parts if isinstance(entry, Pieces) else ((0, length, entry),)
     for begin, end, part in parts:
         for i in part.indices(end):
             if i >= begin:
-                found[i] = (part.axis, part.start + part.step * i)
-    return found
+                read[i] = (part.axis, part.start + part.step * i)
+    return read

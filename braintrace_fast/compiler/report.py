@@ -1,4 +1,4 @@
-"""A compiled graph, told to a person."""
+"""A compiled graph in words."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,8 +33,7 @@ class CompilationReport:
 
     Examples
     --------
-    >>> import brainstate, jax.numpy as jnp
-    >>> import braintrace_fast as braintrace
+    >>> import brainstate, braintrace_fast as braintrace, jax.numpy as jnp
     >>> gru = braintrace.nn.GRUCell(3, 4)
     >>> _ = brainstate.nn.init_all_states(gru)
     >>> report = braintrace.CompilationReport(braintrace.compile_etrace_graph(gru, jnp.ones(3)))

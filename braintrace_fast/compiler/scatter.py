@@ -1,4 +1,4 @@
-"""``a.at[..., 3:].add(b)`` in pieces: an update at a fixed place, position by position."""
+"""``a.at[..., 3:].add(b)`` in pieces: an update at a fixed index, position by position."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ SCATTERS: dict[str, Pieces] = {
     'scatter-min': lax.min,
     'scatter-max': lax.max,
 }
-"""By primitive, what becomes of the values at a place and of their update."""
+"""By primitive, how values and their update combine."""
 
 
 def scatter_in_pieces(eqn: JaxprEqn, index: np.ndarray) -> Pieces | None:
@@ -63,7 +63,7 @@ def update_in_pieces(
     starts: Sequence[int],
     combine: Pieces = SCATTERS['scatter'],
 ) -> jax.Array:
-    """An array with a part of it, which starts there, combined with an update."""
+    """An array with the part of it that starts at an index combined with an update."""
     for axis, start in enumerate(starts):
         end, size = start + update.shape[axis], array.shape[axis]
         if update.shape[axis] != size:

@@ -11,23 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import Jaxpr, Literal, Var, equation_function, source_line
+from .._compat import Jaxpr, JaxprEqn, Literal, Var, equation_function, source_line
 from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.hidden_jacobian import hidden_jacobian
 from ..kernels.planes import Plane
-from .alignment import even_arrays
 from .control_flow import has_while
 from .flow import Flow, Slice
+from .primitives import SUMS
+from .uniform import uniform_arrays
 
-__all__ = ['GroupTransition', 'Plane', 'Planes', 'build_transition', 'is_forward_only']
+__all__ = ['GroupTransition', 'Planes', 'build_transition', 'is_forward_only']
 
 Planes = list[list[Plane]]
-
-SUMS = frozenset(
-    'add add_any convert_element_type copy expand_dims neg reshape squeeze sub'.split()
-)
-"""Keep the numbers that the terms of a sum are multiplied by, but for their sign."""
 
 
 def is_forward_only(jaxpr: Jaxpr) -> bool:
@@ -97,7 +93,7 @@ class GroupTransition:
     def even(self) -> list[bool]:
         """Per new plane, whether it is a sum of old planes and ys, each times a single number.
 
-        That goes by how it is computed, whatever the values.
+        This is read off its equations, whatever the values.
         """
         return [
             not width and _is_even_sum(row.jaxpr, len(row.constvars))
@@ -128,7 +124,7 @@ class GroupTransition:
 def _is_even_sum(jaxpr: Jaxpr, num_constants: int) -> bool:
     """Whether a result is a sum of the inputs behind the constants, each times a single number."""
     moving = set([*jaxpr.constvars, *jaxpr.invars][num_constants:])
-    even = even_arrays(jaxpr.eqns, lambda v: not v.aval.ndim and v not in moving)
+    even = uniform_arrays(jaxpr.eqns, lambda v: not v.aval.ndim and v not in moving)
 
     def is_even(atom: Any) -> bool:
         return not atom.aval.ndim or (not isinstance(atom, Literal) and atom in even)
@@ -199,43 +195,40 @@ def position_wise_jvp(
         return None if isinstance(atom, Literal) else tangent.get(atom)
 
     for eqn in jaxpr.eqns:
-        operands = [value(v) for v in eqn.invars]
-        moving = [i for i, v in enumerate(eqn.invars) if moves(v) is not None]
-        function = equation_function(eqn)
-        if not moving:
-            primal.update(zip(eqn.outvars, function(*operands), strict=True))
-            continue
-
-        def of_moving(
-            *moved: Any, function: Any = function, operands: Any = operands, moving: Any = moving
-        ) -> list[Any]:
-            filled = list(operands)
-            for place, v in zip(moving, moved, strict=True):
-                filled[place] = v
-            return function(*filled)
-
-        points = [operands[i] for i in moving]
-        directions = [moves(eqn.invars[i]) for i in moving]
-        if eqn.primitive.name.startswith('custom_vjp_call'):
-            results = of_moving(*points)
-            pushed = [
-                _push_through_vjp(of_moving, points, directions, place)
-                for place in range(len(results))
-            ]
-        else:
-            try:
-                results, pushed = jax.jvp(of_moving, points, directions)
-            except TypeError as error:
-                raise NotSupportedError(
-                    f'{source_line(eqn)}: a derivative is needed in forward mode here, and '
-                    f'{eqn.primitive.name} has none ({error}). Define the surrogate by '
-                    'jax.custom_jvp instead of jax.custom_vjp.'
-                ) from error
+        directions = {i: moves(v) for i, v in enumerate(eqn.invars) if moves(v) is not None}
+        results, pushed = _push_through(eqn, [value(v) for v in eqn.invars], directions)
         primal.update(zip(eqn.outvars, results, strict=True))
-        tangent.update(
-            (v, t) for v, t in zip(eqn.outvars, pushed, strict=True) if t.dtype != jax.dtypes.float0
-        )
+        pairs = zip(eqn.outvars, pushed, strict=bool(directions))
+        tangent.update((v, t) for v, t in pairs if t.dtype != jax.dtypes.float0)
     return [value(v) for v in jaxpr.outvars], [moves(v) for v in jaxpr.outvars]
+
+
+def _push_through(
+    eqn: JaxprEqn, operands: Sequence[Any], directions: Mapping[int, jax.Array]
+) -> tuple[list[Any], list[Any]]:
+    """The results of an equation, and their tangents by those of some operands, if any."""
+    function = equation_function(eqn)
+
+    def of_moving(*moved: Any) -> list[Any]:
+        filled = dict(enumerate(operands)) | dict(zip(directions, moved, strict=True))
+        return function(*filled.values())
+
+    points, tangents = [operands[i] for i in directions], list(directions.values())
+    if not directions:
+        return of_moving(), []
+    if eqn.primitive.name.startswith('custom_vjp_call'):
+        results = of_moving(*points)
+        places = range(len(results))
+        return results, [_push_through_vjp(of_moving, points, tangents, p) for p in places]
+    try:
+        results, pushed = jax.jvp(of_moving, points, tangents)
+    except TypeError as error:
+        raise NotSupportedError(
+            f'{source_line(eqn)}: a derivative is needed in forward mode here, and '
+            f'{eqn.primitive.name} has none ({error}). Define the surrogate by '
+            'jax.custom_jvp instead of jax.custom_vjp.'
+        ) from error
+    return results, pushed
 
 
 def _push_through_vjp(

@@ -23,18 +23,18 @@ _IN_PART = frozenset(
         DiagnosticKind.CONTROL_FLOW_OPAQUE_FWD,
     ]
 )
-"""What concerns weights that are traced, but for a part of their influence."""
+"""Kinds that concern weights of which only a part of the influence is traced."""
 
 
 def warn_of_untraced(graph: ETraceGraph) -> None:
-    """Give one warning, at the user's line that compiles, if the model should be looked at."""
+    """Warn once, at the line of the user's code that compiles, if the model deserves a look."""
     message = untraced_message(graph)
     if message is not None:
         warnings.warn(message, UntracedWarning, stacklevel=_level_of_user())
 
 
 def untraced_message(graph: ETraceGraph) -> str | None:
-    """How many weights are left out or counted in part, where, and what to change."""
+    """How many weights are left out or traced in part, where, and what to change."""
     places: dict[tuple[DiagnosticKind, str], list[CompilationRecord]] = {}
     for record in graph.diagnostics:
         if record.level is DiagnosticLevel.WARNING and _weights(graph, record):

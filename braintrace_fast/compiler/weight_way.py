@@ -1,4 +1,4 @@
-"""The way of a weight from its ``ParamState`` to the op, as a function to pull back through."""
+"""From a ``ParamState`` to the op that reads it: a function to pull gradients back through."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,12 @@ import jax
 
 from .._compat import Atom, Jaxpr, Literal, Primitive, Var, build_jaxpr, open_jaxpr
 from .._typing import Path
-from .alignment import is_inexact, through
+from .alignment import through
 from .flow import Flow
+from .liveness import needed_equations, reached_variables, read_variables
 from .module_info import ModuleInfo
 from .positions import identity_alignment
+from .primitives import is_inexact
 
 __all__ = ['WeightWay', 'WeightWays']
 
@@ -25,7 +27,7 @@ class WeightWay:
     param_vars : tuple of Var
         The parameter leaves that it starts from; those of integers (a mask) come last.
     paths : tuple of Path
-        Their ``ParamState``s.
+        The paths of their ``ParamState``s.
     leaf_indices : tuple of int
         Which leaf of its ``ParamState`` each one is.
     varying_vars : tuple of Var
@@ -56,11 +58,11 @@ class WeightWay:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the op reads a parameter as it is."""
+        """Whether the op reads a parameter directly."""
         return not self._jaxpr.eqns
 
     def __call__(self, params: Sequence[jax.Array], varying: Sequence[jax.Array] = ()) -> jax.Array:
-        """The weight as the op receives it, from the values of the parameters."""
+        """The weight as the op receives it, given the values of the parameters."""
         (weight,) = jax.core.eval_jaxpr(self._jaxpr, self._consts, *params, *varying)
         return weight
 
@@ -79,7 +81,7 @@ class WeightWay:
 
 
 class WeightWays:
-    """Finds the ways of a traced model."""
+    """The ways from the parameters of a traced model to its ops."""
 
     def __init__(self, minfo: ModuleInfo, flow: Flow) -> None:
         jaxpr, consts = open_jaxpr(minfo.closed_jaxpr)
@@ -88,16 +90,12 @@ class WeightWays:
         self._eqns = jaxpr.eqns
         self._producer = flow.producer
         self._minfo = minfo
-        self._trained = {v for v in self._params if is_inexact(v.aval)}
-        self._varying = {v for v in jaxpr.invars if v not in self._params}
-        for eqn, flows in zip(jaxpr.eqns, flow.passes, strict=True):
-            operands = [v for v in eqn.invars if not isinstance(v, Literal)]
-            if eqn.effects or not self._varying.isdisjoint(operands):
-                self._varying.update(eqn.outvars)
-            if not self._trained.isdisjoint(operands):
-                self._trained.update(
-                    v for v, passes in zip(eqn.outvars, flows, strict=True) if passes
-                )
+        inputs = [v for v in jaxpr.invars if v not in self._params]
+        drawn = [v for eqn in jaxpr.eqns if eqn.effects for v in eqn.outvars]
+        self._varying = reached_variables(jaxpr.eqns, [*inputs, *drawn])
+        floats = [v for v in self._params if is_inexact(v.aval)]
+        self._trained = reached_variables(jaxpr.eqns, floats, flow.differentiated)
+        self._read = self._varying - self._trained
 
     def is_trained(self, atom: Atom) -> bool:
         """Whether a derivative by some parameter flows into a variable."""
@@ -111,19 +109,15 @@ class WeightWays:
         """The way to an op's input, or None if no parameter leads there."""
         if not self.is_trained(atom):
             return None
-        needed, kept = {atom}, []
-        for index in range(self._producer.get(atom, -1), -1, -1):
-            eqn = self._eqns[index]
-            # What no parameter leads to is read as a value if it varies, and recomputed if not.
-            if any(v in needed and not self._is_read(v) for v in eqn.outvars):
-                kept.append(index)
-                needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-        eqns = [self._eqns[index] for index in reversed(kept)]
+        # What no parameter leads to is read as a value if it varies, and recomputed if not.
+        before = self._eqns[: self._producer.get(atom, -1) + 1]
+        eqns = needed_equations(before, [atom], known=self._read)
+        read = read_variables(eqns)
+        needed = {atom, *read}
         floats = [v for v in self._params if v in needed and v in self._trained]
         fixed = [v for v in self._params if v in needed and v not in self._trained]
         params = (*floats, *fixed)
-        read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
-        varying = tuple(v for v in read if self._is_read(v))
+        varying = tuple(v for v in read if v in self._read)
         constants = [v for v in read if v in self._constants]
         paths = tuple(self._minfo.invar_to_weight_path[v] for v in params)
         jaxpr = build_jaxpr(constants, [*params, *varying], [atom], eqns)
@@ -147,9 +141,6 @@ class WeightWays:
             _jaxpr=jaxpr,
             _consts=tuple(self._constants[v] for v in constants),
         )
-
-    def _is_read(self, v: Var) -> bool:
-        return v in self._varying and v not in self._trained
 
 
 def _is_element_wise(jaxpr: Jaxpr, variable: Var) -> bool:

@@ -1,7 +1,8 @@
 """Reverse mode for ``while`` loops, where they act position by position.
 
 JAX differentiates a ``while`` in forward mode only. Where its results follow an operand position by
-position, one JVP at ones gives the slope at every position, and a cotangent is multiplied by it.
+position, one JVP with tangents of one gives the slope at every position, by which a cotangent is
+multiplied.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from .._compat import JaxprEqn, Literal, equation_function, open_jaxpr, struct
-from .alignment import align_results, is_inexact
+from .alignment import align_results
 from .positions import identity_alignment
+from .primitives import is_inexact
 
 __all__ = ['follows', 'with_reverse_mode']
 
 
 def follows(eqn: JaxprEqn, place: int) -> bool | None:
-    """Whether the results follow an operand position by position; None if they do not move."""
+    """Whether the results follow an operand position by position; None if no derivative flows."""
     operand = eqn.invars[place]
     if isinstance(operand, Literal) or not is_inexact(operand.aval):
         return None
@@ -35,7 +37,7 @@ def follows(eqn: JaxprEqn, place: int) -> bool | None:
 def with_reverse_mode(eqn: JaxprEqn) -> JaxprEqn:
     """An equation with a ``while`` inside, as one that can be differentiated either way.
 
-    By operands that the results do not follow position by position the derivative is zero.
+    The derivative is zero for operands that the results do not follow position by position.
     """
     function = equation_function(eqn)
     floats = [place for place, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
@@ -60,11 +62,11 @@ def with_reverse_mode(eqn: JaxprEqn) -> JaxprEqn:
         kept: list[list[jax.Array]], cotangents: Sequence[jax.Array]
     ) -> tuple[jax.Array | None, ...]:
         pulled: list[Any] = [None] * len(eqn.invars)
-        for place, found in zip(moving, kept, strict=True):
+        for place, slopes_of_one in zip(moving, kept, strict=True):
             shape, dtype = eqn.invars[place].aval.shape, eqn.invars[place].aval.dtype
             terms = (
                 slope * cotangents[i]
-                for i, slope in zip(floats, found, strict=True)
+                for i, slope in zip(floats, slopes_of_one, strict=True)
                 if slope.shape == shape
             )
             pulled[place] = sum(terms, start=jnp.zeros(shape, dtype)).astype(dtype)

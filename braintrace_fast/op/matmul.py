@@ -19,7 +19,7 @@ from .primitive import TraceRules, Weights, register_primitive
 __all__ = ['matmul', 'matmul_p', 'outer_total']
 
 BLOCK = 16
-"""How many examples are added up at a time, at most, when a trace is read."""
+"""The most examples that are added up at a time when a trace is read."""
 
 
 def _forward(
@@ -57,8 +57,8 @@ def _total(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
 def _narrow_first(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
     """The same for CPUs.
 
-    XLA is up to ten times as fast there if a narrow operand comes first, and transposes no operand
-    if there is one axis to sum over.
+    XLA is up to ten times faster there if a narrow operand comes first, and need not transpose an
+    operand if there is only one axis to sum over.
     """
     x, y = _one_batch(x, 1), _one_batch(y, 1)
     if y.shape[1] * 2 < x.shape[1]:
@@ -94,12 +94,12 @@ def _contract(
 
 
 def _one_batch(a: jax.Array, own: int) -> jax.Array:
-    """All axes but the last few as one, which may be empty."""
+    """All axes but the last few folded into one, which may be empty."""
     return a.reshape(math.prod(a.shape[:-own]), *a.shape[-own:])
 
 
 def _narrow_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
-    """``sum_b planes[b] * traces[b]`` of traces that are the same for all outputs."""
+    """``sum_b planes[b] * traces[b]`` of traces that are uniform over outputs."""
     dtype = jnp.result_type(planes, traces)
     inputs, planes = traces[..., 0].astype(dtype), planes.astype(dtype)
     return outer_total(inputs, planes, precision=lax.Precision.HIGHEST)
@@ -118,8 +118,8 @@ def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
     """The same for CPUs, a few examples at a time.
 
     XLA takes over a hundred times as long there for a product that it sums over its first axis, and
-    five times as long for a dot. Of few examples it may compute the traces a second time, from
-    those before, which then cannot be overwritten; it does not for a loop, nor for a whole block.
+    five times as long for a dot. For a few examples it may compute the traces twice, from the ones
+    before, which then cannot be overwritten; it does not in a loop, nor for a whole block.
     """
     num = len(planes)
     total = jnp.zeros((traces.shape[1], planes.shape[1]), jnp.result_type(planes, traces))
@@ -189,13 +189,10 @@ def matmul(
 
     Examples
     --------
-    >>> import braintrace_fast as braintrace
-    >>> import jax.numpy as jnp
+    >>> import braintrace_fast as braintrace, jax.numpy as jnp
     >>> weight = jnp.array([[1.0, -2.0], [3.0, 4.0]])
     >>> braintrace.matmul(jnp.array([1.0, 1.0]), weight, jnp.array([0.5, 0.5])).tolist()
     [4.5, 2.5]
-    >>> braintrace.matmul(jnp.ones((3, 2)), weight, weight_fn=jnp.abs).shape
-    (3, 2)
     """
     x, x_unit = u.split_mantissa_unit(x)
     weight, weight_unit = u.split_mantissa_unit(weight)
@@ -215,10 +212,10 @@ def matmul(
 
 
 def _in_unit(bias: Any, unit: u.Unit) -> Any:
-    found = u.get_unit(bias)
-    if not found.has_same_dim(unit):
+    own_unit = u.get_unit(bias)
+    if not own_unit.has_same_dim(unit):
         raise u.UnitMismatchError(
-            f'matmul: the bias has the unit {found}, but x * weight has {unit}. '
+            f'matmul: the bias has the unit {own_unit}, but x * weight has {unit}. '
             'Give the bias in a unit that converts to it.'
         )
     return u.Quantity(bias).to_decimal(unit)

@@ -13,6 +13,8 @@ from jax.interpreters import ad, batching, mlir
 __all__ = ['ETPPrimitive', 'TraceRules', 'register_primitive']
 
 Weights = dict[str, jax.Array]
+Places = Callable[[dict[str, Any]], dict[str, int]]
+"""From the parameters of an equation to the positions of some of its operands, by name."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,13 @@ class TraceRules:
     is_outer : bool
         Whether ``x`` and plane have the same leading axes, the trace of ``'weight'`` is the outer
         product of their last ones, and every other entry of the trace is the plane itself: that
-        is what kernels are made for. Where all outputs are the same, planes and traces then have
-        one in their last axis, which the rules must take for all.
+        is what kernels are made for. Planes and traces that are uniform over outputs then have
+        size one in their last axis, which the rules must broadcast.
 
     Notes
     -----
-    ``params`` are the parameters of the op's equation, as everywhere in :class:`ETPPrimitive`.
+    ``params`` are the parameters of the op's equation and its auxiliary operands by name, as
+    everywhere in :class:`ETPPrimitive`.
     """
 
     outer: Callable[..., Weights]
@@ -72,7 +75,9 @@ class ETPPrimitive(Primitive):
     forward : Callable
         The op in plain JAX: ``(*inputs, **params) -> y``.
     batched : bool
-        Whether ``x`` may have any number of leading batch axes, which ``y`` keeps.
+        Whether ``x`` may have any number of leading batch axes, which ``y`` keeps. Then the op
+        survives ``jax.vmap`` over ``x``. Otherwise, and where other inputs are mapped, vmap
+        replaces it by plain JAX, which computes the same and is not traced.
     gradient_enabled : bool
         Whether a path from a weight to a hidden state may lead through this op.
     x_invar_index : int or None
@@ -80,7 +85,7 @@ class ETPPrimitive(Primitive):
     y_outvar_index : int
         Which output is ``y``.
     trace_rules : TraceRules or None
-        How to carry this op's trace; without them only windows that start fresh can be learned.
+        How to carry this op's trace; without them only fresh windows can be learned.
     """
 
     forward: Callable[..., jax.Array]
@@ -89,12 +94,17 @@ class ETPPrimitive(Primitive):
     x_invar_index: int | None
     y_outvar_index: int
     trace_rules: TraceRules | None
-    _trainable_invars: Callable[[dict[str, Any]], dict[str, int]] | None
+    _trainable_invars: Places | None
+    _aux_invars: Places | None
     _weight_vjp: Callable[..., Weights] | None
 
     def trainable_invars(self, params: dict[str, Any]) -> dict[str, int]:
         """Which inputs are trained: their names and positions, for these equation parameters."""
         return {'weight': 1} if self._trainable_invars is None else self._trainable_invars(params)
+
+    def aux_invars(self, params: dict[str, Any]) -> dict[str, int]:
+        """Which inputs are auxiliary: their names and positions, for these parameters."""
+        return {} if self._aux_invars is None else self._aux_invars(params)
 
     def weight_vjp(
         self,
@@ -119,7 +129,7 @@ class ETPPrimitive(Primitive):
             How many axes (time, for a window) ``x`` and ``cotangent`` have in front of those that
             the op was called with. Only an op with an ``x`` and ``batched=False`` must be told.
         **params
-            The parameters of the op's equation.
+            The parameters of the op's equation, and its auxiliary operands by name.
 
         Returns
         -------
@@ -130,9 +140,10 @@ class ETPPrimitive(Primitive):
         if self._weight_vjp is not None and sums_over_all:
             return self._weight_vjp(x, cotangent, weights, **params)
         positions = self.trainable_invars(params)
+        aux = {place: params.pop(name) for name, place in self.aux_invars(params).items()}
 
         def forward(weights: Weights, x: jax.Array | None) -> jax.Array:
-            inputs: dict[int, Any] = {positions[name]: value for name, value in weights.items()}
+            inputs = {**aux, **{positions[name]: value for name, value in weights.items()}}
             if self.x_invar_index is not None:
                 inputs[self.x_invar_index] = x
             return self.forward(*(inputs[i] for i in range(len(inputs))), **params)
@@ -153,7 +164,8 @@ def register_primitive(
     *,
     batched: bool = False,
     gradient_enabled: bool = False,
-    trainable_invars_fn: Callable[[dict[str, Any]], dict[str, int]] | None = None,
+    trainable_invars_fn: Places | None = None,
+    aux_invars_fn: Places | None = None,
     x_invar_index: int | None = 0,
     y_outvar_index: int = 0,
     weight_vjp: Callable[..., Weights] | None = None,
@@ -161,54 +173,54 @@ def register_primitive(
 ) -> ETPPrimitive:
     """Make an ETP op out of a function in plain JAX.
 
-    The result is a full JAX primitive: it can be jitted, differentiated in both modes, transposed,
-    vmapped and checkpointed. Under a derivative the op itself stays visible; its tangents are plain
-    JAX.
+    The result is a full JAX primitive, with every transformation. Under a derivative the op itself
+    stays visible; its tangents are plain JAX.
 
     Parameters
     ----------
     name : str
-        The name of the primitive; each can be taken once.
+        The name of the primitive; one that is taken is a ``ValueError``.
     impl_fn : Callable
-        ``(*inputs, **params) -> y``: one array out of ``x`` and the trainable inputs, with hashable
-        keyword parameters.
-    batched : bool
-        Whether ``x`` may have any number of leading batch axes, which ``y`` keeps. Then the op
-        survives ``jax.vmap`` over ``x``. Otherwise, and where weights are mapped, vmap replaces it
-        by plain JAX, which computes the same and is not traced.
-    gradient_enabled : bool
-        Whether a path from a weight to a hidden state may lead through this op.
-    trainable_invars_fn : Callable, optional
-        ``params -> {name: position}`` of the trainable inputs. ``{'weight': 1}`` if not given.
-    x_invar_index : int or None
-        The position of ``x``; None for an op of weights alone.
-    y_outvar_index : int
-        The position of ``y`` among the outputs. An op has one output, so this is 0.
+        ``(*inputs, **params) -> y``: one array, with hashable keyword parameters.
+    batched, gradient_enabled, x_invar_index, y_outvar_index, trace_rules : optional
+        The attributes of :class:`ETPPrimitive` of the same names. An op has one output, so
+        ``y_outvar_index`` is 0.
+    trainable_invars_fn, aux_invars_fn : Callable, optional
+        ``params -> {name: position}`` of the trainable inputs (``{'weight': 1}`` if not given), and
+        of auxiliary ones: arrays that are the same in every step, such as indices.
     weight_vjp : Callable, optional
-        ``(x, cotangent, weights, **params) -> dict``: see :meth:`ETPPrimitive.weight_vjp`. Derived
-        from ``impl_fn`` if not given. With ``batched=True``, or without an ``x``, it must sum over
-        every leading axis.
-    trace_rules : TraceRules, optional
-        How to carry the op's trace.
+        See :meth:`ETPPrimitive.weight_vjp`; derived from ``impl_fn`` if not given. With
+        ``batched=True``, or without an ``x``, it must sum over every leading axis.
 
     Returns
     -------
     ETPPrimitive
-        The primitive; call it with ``bind(*inputs, **params)``.
-
-    Raises
-    ------
-    ValueError
-        If the name is taken, or ``y_outvar_index`` is not 0.
+        To be called by ``bind(*inputs, **params)``.
 
     Examples
     --------
-    >>> import braintrace_fast as braintrace
-    >>> import jax.numpy as jnp
+    >>> import braintrace_fast as braintrace, jax.numpy as jnp
     >>> gain = braintrace.register_primitive('docs_gain', lambda x, weight: x * weight)
     >>> gain.bind(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])).tolist()
     [3.0, 8.0]
     """
+    _check_new(name, y_outvar_index)
+    primitive = ETPPrimitive(name)
+    primitive.forward = impl_fn
+    primitive.batched = batched
+    primitive.gradient_enabled = gradient_enabled
+    primitive.x_invar_index = x_invar_index
+    primitive.y_outvar_index = y_outvar_index
+    primitive.trace_rules = trace_rules
+    primitive._trainable_invars = trainable_invars_fn
+    primitive._aux_invars = aux_invars_fn
+    primitive._weight_vjp = weight_vjp
+    _install_jax_rules(primitive)
+    _registered[name] = primitive
+    return primitive
+
+
+def _check_new(name: str, y_outvar_index: int) -> None:
     if name in _registered:
         raise ValueError(
             f'register_primitive: an ETP op named {name!r} exists already. '
@@ -219,32 +231,23 @@ def register_primitive(
             f'register_primitive: {name!r} has y_outvar_index={y_outvar_index}, expected 0. '
             'An ETP op has one output; return only y from impl_fn.'
         )
-    primitive = ETPPrimitive(name)
-    primitive.forward = impl_fn
-    primitive.batched = batched
-    primitive.gradient_enabled = gradient_enabled
-    primitive.x_invar_index = x_invar_index
-    primitive.y_outvar_index = y_outvar_index
-    primitive.trace_rules = trace_rules
-    primitive._trainable_invars = trainable_invars_fn
-    primitive._weight_vjp = weight_vjp
-    _install_jax_rules(primitive)
-    _registered[name] = primitive
-    return primitive
 
 
 def _install_jax_rules(primitive: ETPPrimitive) -> None:
-    """Derive every rule of JAX from the op's forward."""
+    """Derive every rule of JAX from the op's forward.
+
+    A model calls an op with few parameters and shapes, but often: hence the caches.
+    """
     forward = primitive.forward
 
-    @functools.cache
+    @functools.lru_cache(maxsize=1024)
     def jitted(**params: Any) -> Any:
         return jax.jit(functools.partial(forward, **params))
 
     def impl(*args: Any, **params: Any) -> Any:
         return jitted(**params)(*args)
 
-    @functools.lru_cache(maxsize=1024)  # a model calls an op with few shapes, but often
+    @functools.lru_cache(maxsize=1024)
     def abstract_eval(*avals: Any, **params: Any) -> Any:
         # unlike eval_shape, the trace keeps what shard_map knows of the arrays
         out_avals = jitted(**params).trace(*avals).jaxpr.out_avals
@@ -257,7 +260,7 @@ def _install_jax_rules(primitive: ETPPrimitive) -> None:
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         y = primitive.bind(*primals, **params)
-        moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+        moving = [i for i, tangent in enumerate(tangents) if _moves(tangent)]
         moving_forward = _function_of(moving, forward, primals, params)
         _, dy = jax.jvp(moving_forward, [primals[i] for i in moving], [tangents[i] for i in moving])
         return y, dy
@@ -290,6 +293,11 @@ def _install_jax_rules(primitive: ETPPrimitive) -> None:
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(forward, multiple_results=False))
+
+
+def _moves(tangent: Any) -> bool:
+    """Whether a tangent may differ from zero; that of an integer is of the empty type float0."""
+    return type(tangent) is not ad.Zero and jnp.result_type(tangent) != jax.dtypes.float0
 
 
 def _function_of(

@@ -15,7 +15,7 @@ from jax.tree_util import register_pytree_node_class
 
 from .._compat import Jaxpr, open_jaxpr
 from .._typing import PyTree
-from ..compiler import CompilationReport, ControlFlowPolicy, HiddenGroup
+from ..compiler import CompilationReport, ControlFlowPolicy, HiddenGroup, Scope
 from ..compiler.transition import Plane
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Factors, Values
@@ -70,16 +70,10 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
 
     Parameters
     ----------
-    model : brainstate.nn.Module
-        A model whose ``update`` is one time step.
+    model, control_flow, backend, couple_layers, scope
+        As for :class:`ETraceGraphExecutor`.
     vjp_method : {'single-step', 'multi-step'}
         Whether the learning signal reaches back one step, or through a chunk of steps.
-    control_flow : ControlFlowPolicy, optional
-        What to do with control flow inside the step.
-    backend : {'auto', 'jax', 'pallas', 'interpret'}
-        The implementation asked for.
-    couple_layers : bool
-        Whether to trace what states of modules in a list do to each other.
 
     Examples
     --------
@@ -101,8 +95,9 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
         couple_layers: bool = False,
+        scope: Scope | None = None,
     ) -> None:
-        super().__init__(model, control_flow, backend, couple_layers)
+        super().__init__(model, control_flow, backend, couple_layers, scope)
         if vjp_method not in ('single-step', 'multi-step'):
             raise ValueError(f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'.")
         self.vjp_method = vjp_method

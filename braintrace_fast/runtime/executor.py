@@ -11,6 +11,7 @@ from ..compiler import (
     CompilationReport,
     ControlFlowPolicy,
     ETraceGraph,
+    Scope,
     compile_etrace_graph,
 )
 from ..compiler.environment import CHANGING
@@ -39,6 +40,8 @@ class ETraceGraphExecutor:
         The implementation asked for; see :func:`braintrace_fast.use_backend`.
     couple_layers : bool
         Whether to trace what states of modules in a list do to each other.
+    scope : Scope, optional
+        Which influence between states is traced; it replaces ``couple_layers``.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ETraceGraphExecutor:
         control_flow: ControlFlowPolicy | None = None,
         backend: str = 'auto',
         couple_layers: bool = False,
+        scope: Scope | None = None,
     ) -> None:
         if not isinstance(model, brainstate.nn.Module):
             raise TypeError(
@@ -55,6 +59,7 @@ class ETraceGraphExecutor:
         self.model = model
         self.control_flow = control_flow
         self.couple_layers = couple_layers
+        self.scope = scope
         self.backend = check_backend(backend)
         self.resolved_backend = Backend()
         self._graph: ETraceGraph | None = None
@@ -111,6 +116,7 @@ class ETraceGraphExecutor:
             control_flow=self.control_flow,
             environ_inputs=self._environ_inputs,
             couple_layers=self.couple_layers,
+            scope=self.scope,
         )
 
     def follow_environment(self) -> bool:

@@ -83,7 +83,7 @@ class GradientSum:
             for key, way in relation.weight_ways.items()
         }
         return relation.primitive.weight_vjp(
-            x, cotangent, weights, leading_axes=leading_axes, **relation.eqn_params
+            x, cotangent, weights, leading_axes=leading_axes, **relation.rule_params
         )
 
     def exchange(

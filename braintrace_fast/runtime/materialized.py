@@ -139,7 +139,7 @@ class MaterializedEngine:
             plane = group_plane(group)
             if narrow:
                 plane = plane.update(shape=(*plane.shape[:-1], 1))
-            outer = partial(relation.primitive.trace_rules.outer, **relation.eqn_params)
+            outer = partial(relation.primitive.trace_rules.outer, **relation.rule_params)
             shapes = jax.eval_shape(outer, x_shape(relation), plane)
             return jax.tree.map(
                 lambda a: jax.ShapeDtypeStruct(a.shape, self.trace_dtype or a.dtype), shapes
@@ -345,7 +345,7 @@ def bound_rules(
 
     With ``slopes``, new traces are in the coordinates of the parameter, not of the op's weight.
     """
-    rules, params = relation.primitive.trace_rules, relation.eqn_params
+    rules, params = relation.primitive.trace_rules, relation.rule_params
 
     def outer(x: Any, plane: jax.Array) -> Any:
         trace = rules.outer(x, plane, **params)

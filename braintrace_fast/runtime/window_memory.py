@@ -24,7 +24,7 @@ from .._compat import (
     scan_split,
 )
 from .._typing import PyTree
-from .primitives import FREE, FUSED, REDUCTIONS, SLICES, VIEWS
+from ..compiler.primitives import FREE, FUSED, REDUCTIONS, SLICES, VIEWS
 
 __all__ = ['Count', 'count_window', 'tree_bytes']
 

@@ -10,8 +10,8 @@ from jax.extend.core import Literal
 
 import braintrace_fast as btf
 from braintrace_fast import testing
-from braintrace_fast.compiler.alignment import even_arrays
 from braintrace_fast.compiler.transition import _is_even_sum
+from braintrace_fast.compiler.uniform import uniform_arrays
 from tests.algorithm.learning import STEPS, add_trees, at, begin, check, learning, step_loss
 from tests.models import MODELS, N_IN, N, SynapseNet, lif
 
@@ -92,7 +92,7 @@ def test_only_literals_of_one_number_make_a_plane_narrow(value, narrow):
     decay = with_literal(lambda h, y: jnp.float32(0.9) * h + y, plane, plane)
     assert _is_even_sum(decay, 0) == narrow
     negative = with_literal(lambda a: -a, 1.0)
-    assert even_arrays(negative.eqns, lambda v: False) == set(negative.outvars if narrow else ())
+    assert uniform_arrays(negative.eqns, lambda v: False) == set(negative.outvars if narrow else ())
 
 
 class Following(Affine):

@@ -21,7 +21,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from braintrace_fast._compat import jaxprs_in_params, open_jaxpr
-from braintrace_fast.compiler import alignment as rules
+from braintrace_fast.compiler import alignment, shape_rules
+from braintrace_fast.compiler import primitives as known
 from braintrace_fast.compiler.alignment import align_results
 from braintrace_fast.compiler.positions import (
     MIXED,
@@ -31,6 +32,7 @@ from braintrace_fast.compiler.positions import (
     Pin,
     identity_alignment,
 )
+from braintrace_fast.compiler.uniform import keeps_uniform
 
 POINTS, TOGETHER = 3, 12
 
@@ -832,14 +834,15 @@ def test_what_puts_positions_back_is_told_from_what_does_not(name, x64):
 
 
 def test_each_primitive_of_the_lists_and_each_rule_is_met_by_a_case(x64):
-    for names, table in ((rules._ELEMENTWISE, ELEMENTWISE), (rules._NO_DERIVATIVE, NO_DERIVATIVE)):
+    for names, table in ((known.ELEMENTWISE, ELEMENTWISE), (known.NO_DERIVATIVE, NO_DERIVATIVE)):
         assert names - WITHOUT_FLOATS == set(table)
         for name, case in table.items():
             assert name in met(case)
     all_met = set().union(*map(met, CASES.values()))
     # No public function makes a closed_call, and jax 0.12 has none.
-    assert set(rules._RULES) - {'closed_call'} <= all_met
-    assert rules._MIXING <= all_met
+    rules = {**shape_rules.SHAPE_RULES, **alignment._BODY_RULES}
+    assert set(rules) - {'closed_call'} <= all_met
+    assert known.MIXING <= all_met
 
 
 EVEN = {
@@ -862,7 +865,7 @@ def test_what_makes_an_array_of_one_number_of_one_is_known(function, x64):
     is_even = bool(np.all(result == result.flat[0]))
     jaxpr, constants = open_jaxpr(jax.make_jaxpr(function)(jnp.ones((2, 3))))
     assert is_even == (function in EVEN.values())
-    assert is_even == (not any(map(np.ndim, constants)) and all(map(rules.keeps_even, jaxpr.eqns)))
+    assert is_even == (not any(map(np.ndim, constants)) and all(map(keeps_uniform, jaxpr.eqns)))
 
 
 def met(case: Case) -> set[str]:

@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 
 from braintrace_fast.op import ETPPrimitive, element_wise, matmul, register_primitive
+from tests.op import sparse
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -79,6 +80,13 @@ CASES = [
         ((4,), (4,)),
         ((0,),),
         False,
+    ),
+    Case(
+        'user_op_with_indices',
+        lambda x, w: sparse.with_rules.bind(x, w, sparse.ROWS, sparse.COLS, size=sparse.OUTPUTS),
+        lambda x, w: x @ sparse.dense(w),
+        ((3, sparse.INPUTS), sparse.ROWS.shape),
+        ((0,), (1,)),
     ),
 ]
 
@@ -252,6 +260,20 @@ def test_linear_transpose_passes_symbolic_zeros() -> None:
     transposed = jax.linear_transpose(lambda x: (matmul(x, weight), 2.0 * x), x)
     (found,) = transposed((jnp.zeros((5, 2)), jnp.ones((5, 3))))
     np.testing.assert_array_equal(found, 2.0)
+
+
+def test_integer_operands_have_empty_tangents() -> None:
+    x, w = draw(((3, sparse.INPUTS), sparse.ROWS.shape))
+    indices = (jnp.asarray(sparse.ROWS), jnp.asarray(sparse.COLS))
+    op = functools.partial(sparse.with_rules.bind, size=sparse.OUTPUTS)
+    empty = tuple(np.zeros(i.shape, jax.dtypes.float0) for i in indices)
+    expected = jax.jvp(lambda x, w: x @ sparse.dense(w), (x, w), (x, w))
+    assert_same(jax.jvp(op, (x, w, *indices), (x, w, *empty)), expected)
+    assert_same(jax.jit(lambda *args: jax.jvp(op, args, (x, w, *empty)))(x, w, *indices), expected)
+    total = jax.grad(lambda *args: jnp.sin(op(*args)).sum(), argnums=(0, 1, 2, 3), allow_int=True)
+    gradients = total(x, w, *indices)
+    assert_same(gradients[:2], all_gradients(lambda x, w: x @ sparse.dense(w))(x, w))
+    assert [g.dtype for g in gradients[2:]] == [jax.dtypes.float0] * 2
 
 
 def test_no_op_relies_on_promoted_ranks(case: Case) -> None:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._compat import Atom, JaxprEqn, Literal, Var, equation_function
+from ...compiler.primitives import LINEAR
 from ...op.matmul import outer_total
-from ..primitives import LINEAR
 
 __all__ = ['Sum', 'invariant_value', 'sum_of']
 
