@@ -35,7 +35,7 @@ def etrace_benchmark(request, etrace_benchmark):
     return etrace_benchmark
 
 
-_errors = functools.cache(gradient_errors)
+_errors = functools.lru_cache(maxsize=256)(gradient_errors)
 
 
 @functools.lru_cache(maxsize=1)

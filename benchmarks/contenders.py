@@ -73,7 +73,7 @@ def library(name: str) -> Any:
 
 
 def learner(contender: Contender, model: brainstate.nn.Module, x: jax.Array) -> Any:
-    """A compiled learner of a model whose states are there."""
+    """A compiled learner of a model with initialised states."""
     name, arguments = RULES[contender.rule]
     made = getattr(library(contender.library), name)(model, **arguments)
     made.compile_graph(x)
@@ -118,19 +118,19 @@ def gradient_errors(workload: str, contender: str, update: float = 0.0) -> dict[
             before, after = (
                 build(workload, contender, sizes, rate)()[1] for rate in (-update, update)
             )
-            found = jax.tree.map(lambda a, b: (a - b) / (2 * update), before, after)
+            gradients = jax.tree.map(lambda a, b: (a - b) / (2 * update), before, after)
         else:
             # What is cut into windows by its memory would be one window of the small copy.
             windows = {'trace_every': 5} if 'memory_budget' in who.options else {}
-            found = build(workload, contender, sizes, reduction='sum', **windows)()
-    comparison = testing.compare(found, truth(workload, who.rule))
+            gradients = build(workload, contender, sizes, reduction='sum', **windows)()
+    comparison = testing.compare(gradients, truth(workload, who.rule))
     if who.ours:
         comparison.check(1e-5 if update else 1e-9)
     traced = [a.relative_error for p, a in comparison.agreements.items() if p[0] != 'readout']
     return {'all': comparison.worst, 'traced': max(traced)}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def truth(workload: str, rule: str) -> Any:
     """The gradient of the small copy by brute force."""
     model, sequences, loss = _small_copy(workload)
@@ -142,7 +142,7 @@ def truth(workload: str, rule: str) -> Any:
     return oracle.gradient((DECAY, DECAY) if rule == 'pp_prop' else None)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # the factors of a whole sequence each
 def recurrence(workload: str) -> testing.Recurrence:
     model, sequences, loss = _small_copy(workload)
     return testing.Recurrence(model, *sequences, step_fn=loss)
@@ -177,7 +177,4 @@ def filtered_gradient(oracle: testing.Recurrence, kappa: float) -> Any:
                 if columns is not None:
                     e[g] = e[g] + f[g][..., None] * F.J[k][columns]
             filtered[g] = kappa * filtered[g] + e[g]
-    leaves, tree = jax.tree.flatten(oracle.values[0].params)
-    parts = np.split(total, np.cumsum([leaf.size for leaf in leaves])[:-1])
-    shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
-    return oracle.pure.result(jax.tree.unflatten(tree, shaped), oracle.spikes)
+    return oracle.by_path(total)

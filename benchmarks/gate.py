@@ -3,7 +3,7 @@
     python -m benchmarks.gate work                      counted work: sound on a busy machine
     python -m benchmarks.gate ratios RESULTS.json ...   ratios of runs, beyond their spread
 
-``--record`` writes what is found into the file instead.
+``--record`` writes what was measured into the file instead.
 """
 
 import argparse
@@ -48,11 +48,11 @@ def counted_work(workload: str, contender: str, **sizes: int) -> dict[str, int]:
 
 
 def compare_work(
-    found: Mapping[str, Mapping[str, int]], recorded: Mapping[str, Mapping[str, int]]
+    measured: Mapping[str, Mapping[str, int]], recorded: Mapping[str, Mapping[str, int]]
 ) -> list[str]:
     """What does more work than recorded."""
-    problems = [f'{name}: not recorded' for name in found if name not in recorded]
-    for name, counts in found.items():
+    problems = [f'{name}: not recorded' for name in measured if name not in recorded]
+    for name, counts in measured.items():
         for what, count in counts.items():
             most = recorded.get(name, counts)[what] * (1 + WORK_TOLERANCE)
             if count > most:
@@ -64,13 +64,13 @@ def compare_work(
 
 
 def compare_ratios(
-    found: Mapping[str, Mapping[str, float]], recorded: Mapping[str, Mapping[str, float]]
+    measured: Mapping[str, Mapping[str, float]], recorded: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
     """Ratios above the recorded ones by more than both spreads together, and those that lack."""
-    problems = [f'{name}: not recorded' for name in found if name not in recorded]
-    problems += [f'{name}: not measured' for name in recorded if name not in found]
-    for name in [name for name in found if name in recorded]:
-        now, then = found[name], recorded[name]
+    problems = [f'{name}: not recorded' for name in measured if name not in recorded]
+    problems += [f'{name}: not measured' for name in recorded if name not in measured]
+    for name in [name for name in measured if name in recorded]:
+        now, then = measured[name], recorded[name]
         spreads = [(r['ratio_high'] - r['ratio_low']) / r['ratio'] for r in (now, then)]
         tolerance = max(LEAST_TOLERANCE, sum(spreads))
         if now['ratio'] > then['ratio'] * (1 + tolerance):
@@ -108,11 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument('--record', action='store_true')
     options = parser.parse_args(arguments)
     recorded: dict[str, Any] = json.loads(BASELINE.read_text('utf-8')) if BASELINE.exists() else {}
-    found: dict[str, Any]
+    measured: dict[str, Any]
     if options.what == 'work':
         with brainstate.environ.context(dt=1.0 * u.ms):
-            found = {f'{w} {c}': counted_work(w, c) for w, c in work_cases()}
-        problems = compare_work(found, recorded.get('work', {}))
+            measured = {f'{w} {c}': counted_work(w, c) for w, c in work_cases()}
+        problems = compare_work(measured, recorded.get('work', {}))
         if recorded.get('jax') != version('jax') and not options.record:
             problems = [
                 f'the work was recorded with jax {recorded.get("jax")}, and this is '
@@ -121,18 +121,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif not options.results:
         parser.error('ratios needs the results of a run.')
     else:
-        found = ratios_of(*options.results)
-        problems = compare_ratios(found, recorded.get('ratios', {}))
+        measured = ratios_of(*options.results)
+        problems = compare_ratios(measured, recorded.get('ratios', {}))
     if options.record:
-        kept = {**recorded, options.what: found}
+        kept = {**recorded, options.what: measured}
         if options.what == 'work':
             kept['jax'] = version('jax')
         BASELINE.write_text(json.dumps(kept, indent=1) + '\n', 'utf-8')
-        print(f'recorded {len(found)} entries of {options.what}')
+        print(f'recorded {len(measured)} entries of {options.what}')
     elif problems:
         sys.exit('slower than recorded:\n  ' + '\n  '.join(problems))
     else:
-        print(f'{len(found)} entries of {options.what} are within what is recorded')
+        print(f'{len(measured)} entries of {options.what} are within what is recorded')
 
 
 if __name__ == '__main__':

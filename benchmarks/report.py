@@ -71,22 +71,22 @@ def table(results: Sequence[Result]) -> str:
     """All contenders, workload by workload."""
     head = ['contender', 'time per step', 'ratio', '(quartiles)', 'to', 'gradient error']
     rows: list[list[str]] = [[*head, 'peak', 'temporary', 'state']]
-    for (group, workload, steps), found in _by_workload(results):
+    for (group, workload, steps), contenders in _by_workload(results):
         rows += [[], [f'{group}: {workload}' + (f', T = {steps}' if group == 'gradient' else '')]]
-        base = found[0]
+        base = contenders[0]
         if base['baseline'] == 'bptt':
             planned = base['baseline_memory']['temp_bytes']
-            times = [r['baseline_seconds_per_step'] for r in found]
+            times = [r['baseline_seconds_per_step'] for r in contenders]
             rows.append(
                 ['bptt', _time(float(np.median(times))), '1.00', '', '', '', '', _size(planned)]
             )
-        rows += [_row(r) for r in found]
+        rows += [_row(r) for r in contenders]
         if group == 'kernels':
             operands, by_target = static_bytes(workload)
             sizes = ', '.join(f'{target} {_size(size)}' for target, size in by_target.items())
             rows.append([f'  as compiled for {operands}: {sizes}'])
         if group == 'trace in place':
-            rate = found[0]['bytes_per_second'] / 1e9
+            rate = contenders[0]['bytes_per_second'] / 1e9
             rows.append([f'  one pass reads and writes the trace, in place: {rate:.0f} GB/s'])
     wide = [row for row in rows if len(row) > 1]
     widths = [max(len(row[i]) for row in wide if i < len(row)) for i in range(len(rows[0]))]
@@ -117,13 +117,13 @@ def static_bytes(op: str, page: Path = COMPILED) -> tuple[str, dict[str, int]]:
     lines = page.read_text('utf-8').split(f'\n## {op}\n', 1)[1].split('\n## ')[0].splitlines()
     cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line]
     _, _, *rows = (dict(zip(cells[0], row, strict=True)) for row in cells)
-    found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for row in rows:
         operands = row['operands']
         if row['type'] == 'float32' and operands.startswith(TWO_STATES) and '(8, 512' in operands:
             size = int(row['bytes moved'].replace(',', ''))
-            found.setdefault(operands, {})[row['target']] = size
-    return next(iter(found.items()))
+            sizes.setdefault(operands, {})[row['target']] = size
+    return next(iter(sizes.items()))
 
 
 def _by_workload(results: Sequence[Result]) -> Iterator[tuple[tuple[str, str, int], list[Result]]]:
@@ -158,12 +158,12 @@ def goals(results: Sequence[Result]) -> str:
     """Each goal that was measured, and on which side of it the measurement falls."""
     lines = ['', 'goals, where measured:']
     for goal in GOALS:
-        for key, found in _by_workload(results):
+        for key, contenders in _by_workload(results):
             # The longest run is for the budget, and the budget for the longest run.
             budget = goal.contender == 'd_rtrl 256MB'
             if key[:2] != goal[:2] or (key[2] >= 2000) != budget:
                 continue
-            ratio = _ratio(found, goal.contender, goal.against)
+            ratio = _ratio(contenders, goal.contender, goal.against)
             if ratio is not None:
                 side = 'met' if ratio <= goal.most else 'MISSED'
                 steps = f', T = {key[2]}' if goal.group == 'gradient' else ''
@@ -177,9 +177,9 @@ def goals(results: Sequence[Result]) -> str:
 def memory_goals(results: Sequence[Result]) -> str:
     """Whether temporaries keep within the budget, and do not grow with the steps."""
     lines = []
-    found = [r for r in results if 'axis' not in r and r['contender'] == 'd_rtrl 256MB']
-    for workload in dict.fromkeys(r['workload'] for r in found):
-        runs = {r['steps']: r for r in found if r['workload'] == workload}
+    budgeted = [r for r in results if 'axis' not in r and r['contender'] == 'd_rtrl 256MB']
+    for workload in dict.fromkeys(r['workload'] for r in budgeted):
+        runs = {r['steps']: r for r in budgeted if r['workload'] == workload}
         if not {200, 2000} <= set(runs):
             continue
         planned = {steps: run['temp_bytes'] for steps, run in runs.items()}
@@ -200,9 +200,9 @@ def memory_goals(results: Sequence[Result]) -> str:
     return '\n'.join(lines)
 
 
-def _ratio(found: Sequence[Result], contender: str, against: str) -> float | None:
+def _ratio(contenders: Sequence[Result], contender: str, against: str) -> float | None:
     """The ratio to the baseline, or to another contender by way of it."""
-    ratios = {r['contender']: r for r in found}
+    ratios = {r['contender']: r for r in contenders}
     if contender not in ratios:
         return None
     own = ratios[contender]
@@ -224,9 +224,9 @@ def exponents(results: Sequence[Result]) -> dict[tuple[str, str], tuple[float, f
 
 
 def _curves(results: Sequence[Result]) -> Iterator[tuple[str, str, list[Result]]]:
-    found = [r for r in results if 'axis' in r]
-    for axis, contender in dict.fromkeys((r['axis'], r['contender']) for r in found):
-        points = [r for r in found if (r['axis'], r['contender']) == (axis, contender)]
+    along_axes = [r for r in results if 'axis' in r]
+    for axis, contender in dict.fromkeys((r['axis'], r['contender']) for r in along_axes):
+        points = [r for r in along_axes if (r['axis'], r['contender']) == (axis, contender)]
         if len(points) > 1:
             yield axis, contender, sorted(points, key=lambda r: r['value'])
 

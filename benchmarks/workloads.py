@@ -241,6 +241,9 @@ WIDE = dict(
 )
 WIDE_FULL = dict(inputs=32768, size=512, steps=50, batch=16)
 
+MATCH = dict(inputs=24, outputs=2, steps=40, batch=32, rate=0.1)
+SHD = dict(inputs=700, outputs=20, steps=50, batch=8, rate=0.03)
+
 WORKLOADS: dict[str, Workload] = {
     'lif': Workload(Recurrent, BASIC | dict(layer=LIFLayer, states=1)),
     'lif_expon': Workload(Recurrent, BASIC | dict(layer=LIFLayer, states=2)),
@@ -250,16 +253,7 @@ WORKLOADS: dict[str, Workload] = {
     # Delayed match-to-sample.
     'gif': Workload(
         Recurrent,
-        dict(
-            layer=AdaptiveLayer,
-            states=3,
-            inputs=24,
-            size=200,
-            outputs=2,
-            steps=40,
-            batch=32,
-            rate=0.1,
-        ),
+        MATCH | dict(layer=AdaptiveLayer, states=3, size=200),
         full=dict(steps=160, batch=128),
     ),
     # Evidence accumulation.
@@ -271,18 +265,7 @@ WORKLOADS: dict[str, Workload] = {
     # The shape of a RadLIF network on SHD.
     'radlif': Workload(
         Recurrent,
-        dict(
-            layer=AdaptiveLayer,
-            states=2,
-            layers=2,
-            inputs=700,
-            size=128,
-            outputs=20,
-            steps=50,
-            batch=8,
-            rate=0.03,
-            coupling=0.02,
-        ),
+        SHD | dict(layer=AdaptiveLayer, states=2, layers=2, size=128, coupling=0.02),
         full=dict(size=1024, steps=100, batch=16),
     ),
     'gru': Workload(

@@ -31,29 +31,24 @@ def compile(
     vmap: bool = False,
     **options: Any,
 ) -> 'ETraceVjpAlgorithm | ETraceVmap':
-    """Make an online learner out of a model.
-
-    The model's states are initialised anew.
+    """Make an online learner out of a model, whose states are initialised anew.
 
     Parameters
     ----------
     model : brainstate.nn.Module
         A model whose ``update`` is one time step.
     algorithm : str or type
-        The learning rule: ``'d_rtrl'``, ``'pp_prop'`` (also ``'es_d_rtrl'``), ``'eprop'``,
-        ``'three_factor'``, or a class.
+        ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``, or a class.
     *example_inputs
-        Inputs of one step, or windows, as the learner will be called with.
+        Inputs of one step, or of a chunk of steps, as the learner will be called with.
     batch_size : int, optional
-        The batch size of the states; it must match the inputs.
+        The batch size of the states, the same as that of the inputs.
     seed : int, optional
         A seed for the initialisation of the states.
     verbose : {0, 1, 2}
-        Whether to print the compilation report, and with warnings.
+        Whether to print the compilation report (1), and warnings with it (2).
     vmap : bool
-        Whether the model is written for one example and is to be mapped over the leading axis of
-        the inputs, of size ``batch_size``. The traces and gradients run on the mapped model, so
-        that no example gets weight gradients of its own.
+        Whether to map a model of one example over the leading axis of the inputs.
     **options
         Arguments of the learning rule.
 
@@ -65,49 +60,58 @@ def compile(
     Warns
     -----
     UntracedWarning
-        If weights are left out or counted only in part where the model could be changed.
+        If weights are left out, or counted only in part, and changing the model would help.
 
     Examples
     --------
-    >>> import brainstate, jax.numpy as jnp
+    >>> import jax.numpy as jnp
     >>> import braintrace_fast as braintrace
     >>> learner = braintrace.compile(braintrace.nn.GRUCell(3, 4), 'd_rtrl', jnp.ones(3))
-    >>> def step_loss(x, target):
-    ...     return jnp.mean((learner(x) - target) ** 2)
-    >>> xs, targets = jnp.ones((10, 3)), jnp.zeros((10, 4))
-    >>> grads, losses = learner.etrace_grad(xs, targets, step_fn=step_loss, return_value=True)
-    >>> losses.shape, sorted(grads)[0]
-    ((10,), ('Wh', 'weight'))
+    >>> grads = learner.etrace_grad(jnp.ones((10, 3)), step_fn=lambda x: learner(x).sum())
+    >>> sorted(grads)[0]
+    ('Wh', 'weight')
     """
+    rule = _rule(algorithm)
+    if not example_inputs:
+        raise ValueError('Give at least one example input: compile(model, algorithm, x, ...).')
+    if verbose not in (0, 1, 2):
+        raise ValueError(f'verbose is {verbose!r}; it must be 0, 1 or 2.')
+    learner = rule(_initialize(model, batch_size, seed, vmap), **options)
+    learner.compile_graph(*example_inputs)
+    if verbose:
+        learner.report.show(verbose)
+    return ETraceVmap(learner) if vmap else learner
+
+
+def _rule(algorithm: str | type[ETraceVjpAlgorithm]) -> type[ETraceVjpAlgorithm]:
+    """A learning rule, from its name or itself."""
     if isinstance(algorithm, str):
         if algorithm.lower() not in ALGORITHMS:
             raise ValueError(
                 f'The algorithm {algorithm!r} is not known; choose one of {sorted(ALGORITHMS)}, or '
                 'pass a class.'
             )
-        algorithm = ALGORITHMS[algorithm.lower()]
+        return ALGORITHMS[algorithm.lower()]
     if not (isinstance(algorithm, type) and issubclass(algorithm, ETraceVjpAlgorithm)):
         raise TypeError(
             f'The algorithm is {algorithm!r}; expected a name or a subclass of ETraceVjpAlgorithm.'
         )
-    if not example_inputs:
-        raise ValueError('Give at least one example input: compile(model, algorithm, x, ...).')
-    if verbose not in (0, 1, 2):
-        raise ValueError(f'verbose is {verbose!r}; it must be 0, 1 or 2.')
+    return algorithm
+
+
+def _initialize(
+    model: brainstate.nn.Module, batch_size: int | None, seed: int | None, vmap: bool
+) -> brainstate.nn.Module:
+    """The model with new states; with ``vmap``, mapped over a batch."""
     if vmap and batch_size is None:
         raise ValueError('vmap=True needs batch_size=..., the size of the mapped axis.')
     with contextlib.ExitStack() as stack:
         if seed is not None:
             stack.enter_context(brainstate.random.seed_context(seed))
         if vmap:
-            model = _mapped(model, batch_size)
-        else:
-            brainstate.nn.init_all_states(model, batch_size=batch_size)
-    learner = algorithm(model, **options)
-    learner.compile_graph(*example_inputs)
-    if verbose:
-        learner.report.show(verbose)
-    return ETraceVmap(learner) if vmap else learner
+            return _mapped(model, batch_size)
+        brainstate.nn.init_all_states(model, batch_size=batch_size)
+        return model
 
 
 def _mapped(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.nn.Module:
@@ -131,7 +135,8 @@ class _MappedModel(brainstate.nn.Vmap):
 class ETraceVmap(brainstate.nn.Module):
     """What ``compile(..., vmap=True)`` returns: a learner of a mapped model.
 
-    It is called and driven like any learner, and has all of the learner's attributes.
+    It is called and driven like any learner, and has all of the learner's attributes. Traces and
+    gradients run on the mapped model, so that no example gets weight gradients of its own.
 
     Parameters
     ----------
@@ -144,7 +149,7 @@ class ETraceVmap(brainstate.nn.Module):
         self.module = module
 
     def update(self, *args: Any, **options: Any) -> Any:
-        """Run one step, or a window, for the whole batch."""
+        """Run one step, or a chunk of steps, for the whole batch."""
         return self.module(*args, **options)
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import brainstate
+import braintools
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
@@ -53,7 +54,7 @@ def parse_arguments(
     if min(args.updates, args.batch_size, args.test_trials) < 1:
         parser.error('--updates, --batch-size and --test-trials must be at least 1')
     if args.plot:
-        # Now, because a folder that cannot be made should not cost a training.
+        # Made now, so that a folder that cannot be made is known before the training.
         args.plot.parent.mkdir(parents=True, exist_ok=True)
     return args
 
@@ -61,7 +62,7 @@ def parse_arguments(
 def make_learner(
     model: brainstate.nn.Module, args: argparse.Namespace, example_input: jax.Array
 ) -> braintrace.ETraceVjpAlgorithm:
-    """Compile the model into an online learner, and print what was found in it."""
+    """Compile the model into an online learner, and print the report."""
     options = {'decay_or_rank': args.decay} if args.algorithm == 'pp_prop' else {}
     learner = braintrace.compile(
         model,
@@ -74,6 +75,15 @@ def make_learner(
     print(f'Compiled for {args.algorithm}, backend {learner.backend}\n')
     print(learner.report.to_str(), end='\n\n')
     return learner
+
+
+def make_optimizer(
+    learner: braintrace.ETraceVjpAlgorithm, args: argparse.Namespace
+) -> braintools.optim.Adam:
+    """Adam for all parameters of the learner."""
+    optimizer = braintools.optim.Adam(args.learning_rate)
+    optimizer.register_trainable_weights(learner.param_states)
+    return optimizer
 
 
 def train(

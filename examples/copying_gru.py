@@ -14,7 +14,7 @@ import braintools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import make_learner, parse_arguments, plot_frame, train
+from common import make_learner, make_optimizer, parse_arguments, plot_frame, train
 
 import braintrace_fast as braintrace
 
@@ -75,8 +75,7 @@ def main() -> None:
 
     model = Network()
     learner = make_learner(model, args, jnp.zeros((args.batch_size, NUM_INPUTS)))
-    optimizer = braintools.optim.Adam(args.learning_rate)
-    optimizer.register_trainable_weights(learner.param_states)
+    optimizer = make_optimizer(learner, args)
 
     def step(x, targets):
         logits = learner(x)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import saiunit as u
-from common import make_learner, parse_arguments, plot_frame, plot_raster, train
+from common import make_learner, make_optimizer, parse_arguments, plot_frame, plot_raster, train
 from jax.flatten_util import ravel_pytree
 
 import braintrace_fast as braintrace
@@ -162,8 +162,7 @@ def main() -> None:
 
     model = SpikingNetwork()
     learner = make_learner(model, args, jnp.zeros((args.batch_size, NUM_INPUTS)))
-    optimizer = braintools.optim.Adam(args.learning_rate)
-    optimizer.register_trainable_weights(learner.param_states)
+    optimizer = make_optimizer(learner, args)
 
     @brainstate.transform.jit
     def update(key):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import saiunit as u
-from common import make_learner, parse_arguments, plot_frame, plot_raster, train
+from common import make_learner, make_optimizer, parse_arguments, plot_frame, plot_raster, train
 
 import braintrace_fast as braintrace
 
@@ -111,8 +111,7 @@ def main() -> None:
 
     model = Classifier()
     learner = make_learner(model, args, jnp.zeros((args.batch_size, NUM_CHANNELS)))
-    optimizer = braintools.optim.Adam(args.learning_rate)
-    optimizer.register_trainable_weights(learner.param_states)
+    optimizer = make_optimizer(learner, args)
 
     def accuracy(logits, labels):
         return jnp.mean(logits.sum(axis=0).argmax(axis=-1) == labels)

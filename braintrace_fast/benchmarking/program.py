@@ -86,11 +86,11 @@ class Program:
     @functools.cached_property
     def memory(self) -> dict[str, int]:
         """Bytes of arguments, results and temporaries, as the compiler plans them."""
-        found: Any = self.compiled.memory_analysis()
+        plan: Any = self.compiled.memory_analysis()
         return {
-            'argument_bytes': found.argument_size_in_bytes,
-            'output_bytes': found.output_size_in_bytes,
-            'temp_bytes': found.temp_size_in_bytes,
+            'argument_bytes': plan.argument_size_in_bytes,
+            'output_bytes': plan.output_size_in_bytes,
+            'temp_bytes': plan.temp_size_in_bytes,
         }
 
     @property

@@ -22,7 +22,7 @@ class Linear(brainstate.nn.Linear):
     b_init : Callable, ArrayLike or None
         Makes the bias; None for no bias. Default zeros.
     w_mask : Callable, ArrayLike or None
-        Multiplied to the weight.
+        Multiplies the weight.
     name : str, optional
         The name of the module.
     param_type : type
@@ -56,16 +56,10 @@ class SignedWLinear(brainstate.nn.SignedWLinear):
 
     Parameters
     ----------
-    in_size, out_size : int or tuple of int
-        The sizes of the input and the output.
-    w_init : Callable or ArrayLike
-        Makes the weight. Default Kaiming normal.
+    in_size, out_size, w_init, name, param_type
+        As for :class:`Linear`.
     w_sign : ArrayLike or None
         The signs, broadcast against the weight; None makes every weight positive.
-    name : str, optional
-        The name of the module.
-    param_type : type
-        The class of the state that holds the weight. Default ``brainstate.ParamState``.
 
     Attributes
     ----------

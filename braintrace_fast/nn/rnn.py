@@ -15,6 +15,8 @@ __all__ = ['GRUCell', 'LSTMCell', 'MinimalRNNCell', 'ValinaRNNCell']
 
 Init = ArrayLike | Callable[..., Any]
 
+# Constructors repeat arguments: their order and their defaults are public, and differ.
+
 
 class _Cell(brainstate.nn.RNNCell):
     """Sizes and hidden states, which every cell makes in the same way."""
@@ -30,11 +32,6 @@ class _Cell(brainstate.nn.RNNCell):
         self.out_size = out_size
         self._state_initializer = state_init
 
-    def _gate(self, w_init: Init, b_init: Init) -> Linear:
-        """Make a layer from the input and the hidden state to the hidden state."""
-        num_in, num_out = self.in_size[-1], self.out_size[-1]
-        return Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
-
     def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Make the hidden states."""
         for name in self._hidden_names:
@@ -49,7 +46,29 @@ class _Cell(brainstate.nn.RNNCell):
         return init.param(self._state_initializer, self.out_size, batch_size)
 
 
-class ValinaRNNCell(_Cell):
+class _ActiveCell(_Cell):
+    """An activation, and layers from the input and the hidden state to the hidden state."""
+
+    _layers: tuple[str, ...]
+
+    def __init__(
+        self,
+        in_size: Size,
+        out_size: Size,
+        w_init: Init = ORTHOGONAL,
+        b_init: Init = ZERO,
+        state_init: Init = ZERO,
+        activation: str | Callable[[Any], Any] = 'tanh',
+        name: str | None = None,
+    ) -> None:
+        super().__init__(in_size, out_size, state_init, name)
+        self.activation = _activation(activation)
+        num_in, num_out = self.in_size[-1], self.out_size[-1]
+        for layer in self._layers:
+            setattr(self, layer, Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init))
+
+
+class ValinaRNNCell(_ActiveCell):
     """The plain recurrent cell: ``h = activation(W [x, h])``.
 
     Parameters
@@ -73,6 +92,9 @@ class ValinaRNNCell(_Cell):
     (2, 4)
     """
 
+    _layers = ('W',)
+    W: Linear
+
     def __init__(
         self,
         in_size: Size,
@@ -83,9 +105,7 @@ class ValinaRNNCell(_Cell):
         activation: str | Callable[[Any], Any] = 'relu',
         name: str | None = None,
     ) -> None:
-        super().__init__(in_size, out_size, state_init, name)
-        self.activation = _activation(activation)
-        self.W = self._gate(w_init, b_init)
+        super().__init__(in_size, out_size, w_init, b_init, state_init, activation, name)
 
     def update(self, x: Any) -> Any:
         """Take one step with input ``x`` of shape ``(..., in_size)``; returns the new ``h``."""
@@ -93,21 +113,17 @@ class ValinaRNNCell(_Cell):
         return self.h.value
 
 
-class GRUCell(_Cell):
+class GRUCell(_ActiveCell):
     """The gated recurrent unit [1]_.
 
     ``z = s(Wz [x, h])``, ``r = s(Wr [x, h])``, ``h = (1 - z) h + z activation(Wh [x, r h])``.
 
     Parameters
     ----------
-    in_size, out_size : int or tuple of int
-        The sizes of the input and of the hidden state.
+    in_size, out_size, activation, name
+        As for :class:`ValinaRNNCell`. Default activation ``'tanh'``.
     w_init, b_init, state_init : Callable or ArrayLike
         Make the weights (orthogonal), the biases (zeros) and the hidden state (zeros).
-    activation : str or Callable
-        The activation, or its name in ``brainstate.nn``.
-    name : str, optional
-        The name of the module.
 
     References
     ----------
@@ -123,21 +139,10 @@ class GRUCell(_Cell):
     (2, 4)
     """
 
-    def __init__(
-        self,
-        in_size: Size,
-        out_size: Size,
-        w_init: Init = ORTHOGONAL,
-        b_init: Init = ZERO,
-        state_init: Init = ZERO,
-        activation: str | Callable[[Any], Any] = 'tanh',
-        name: str | None = None,
-    ) -> None:
-        super().__init__(in_size, out_size, state_init, name)
-        self.activation = _activation(activation)
-        self.Wz = self._gate(w_init, b_init)
-        self.Wr = self._gate(w_init, b_init)
-        self.Wh = self._gate(w_init, b_init)
+    _layers = ('Wz', 'Wr', 'Wh')
+    Wz: Linear
+    Wr: Linear
+    Wh: Linear
 
     def update(self, x: Any) -> Any:
         """Take one step with input ``x`` of shape ``(..., in_size)``; returns the new ``h``."""
@@ -150,7 +155,7 @@ class GRUCell(_Cell):
         return self.h.value
 
 
-class LSTMCell(_Cell):
+class LSTMCell(_ActiveCell):
     """The long short-term memory [1]_, with 1 added to the forget gate [2]_.
 
     With ``i, g, f, o`` the layers ``Wi, Wg, Wf, Wo`` of ``[x, h]``:
@@ -158,14 +163,10 @@ class LSTMCell(_Cell):
 
     Parameters
     ----------
-    in_size, out_size : int or tuple of int
-        The sizes of the input and of the hidden states.
-    w_init, b_init, state_init : Callable or ArrayLike
-        Make the weights (Xavier normal), the biases (zeros) and the hidden states (zeros).
-    activation : str or Callable
-        The activation, or its name in ``brainstate.nn``.
-    name : str, optional
-        The name of the module.
+    in_size, out_size, b_init, state_init, activation, name
+        As for :class:`GRUCell`; both hidden states are made alike.
+    w_init : Callable or ArrayLike
+        Makes the weights (Xavier normal).
 
     References
     ----------
@@ -178,12 +179,17 @@ class LSTMCell(_Cell):
     >>> import jax.numpy as jnp
     >>> cell = braintrace.nn.LSTMCell(3, 4)
     >>> cell.init_state(batch_size=2)
-    >>> cell(jnp.ones((2, 3))).shape
-    (2, 4)
+    >>> cell(jnp.ones((2, 3))).shape, cell.c.value.shape
+    ((2, 4), (2, 4))
     """
 
     _hidden_names = ('c', 'h')
+    _layers = ('Wi', 'Wg', 'Wf', 'Wo')
     c: brainstate.HiddenState
+    Wi: Linear
+    Wg: Linear
+    Wf: Linear
+    Wo: Linear
 
     def __init__(
         self,
@@ -195,12 +201,7 @@ class LSTMCell(_Cell):
         activation: str | Callable[[Any], Any] = 'tanh',
         name: str | None = None,
     ) -> None:
-        super().__init__(in_size, out_size, state_init, name)
-        self.activation = _activation(activation)
-        self.Wi = self._gate(w_init, b_init)
-        self.Wg = self._gate(w_init, b_init)
-        self.Wf = self._gate(w_init, b_init)
-        self.Wo = self._gate(w_init, b_init)
+        super().__init__(in_size, out_size, w_init, b_init, state_init, activation, name)
 
     def update(self, x: Any) -> Any:
         """Take one step with input ``x`` of shape ``(..., in_size)``; returns the new ``h``."""
@@ -219,14 +220,10 @@ class MinimalRNNCell(_Cell):
 
     Parameters
     ----------
-    in_size, out_size : int or tuple of int
-        The sizes of the input and of the hidden state.
-    w_init, b_init, state_init : Callable or ArrayLike
-        Make the weights (orthogonal), the biases (zeros) and the hidden state (zeros).
+    in_size, out_size, w_init, b_init, state_init, name
+        As for :class:`GRUCell`.
     phi : Callable, optional
         From the input to ``z``, which has the size of the hidden state. Default a :class:`Linear`.
-    name : str, optional
-        The name of the module.
 
     References
     ----------
@@ -236,10 +233,10 @@ class MinimalRNNCell(_Cell):
     --------
     >>> import braintrace_fast as braintrace
     >>> import jax.numpy as jnp
-    >>> cell = braintrace.nn.MinimalRNNCell(3, 4)
-    >>> cell.init_state(batch_size=2)
-    >>> cell(jnp.ones((2, 3))).shape
-    (2, 4)
+    >>> cell = braintrace.nn.MinimalRNNCell(4, 4, phi=jnp.tanh)
+    >>> cell.init_state()
+    >>> cell(jnp.ones(4)).shape
+    (4,)
     """
 
     def __init__(

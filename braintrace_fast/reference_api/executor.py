@@ -70,16 +70,10 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
 
     Parameters
     ----------
-    model : brainstate.nn.Module
-        A model whose ``update`` is one time step.
+    model, control_flow, backend, couple_layers, scope
+        As for :class:`ETraceGraphExecutor`.
     vjp_method : {'single-step', 'multi-step'}
         Whether the learning signal reaches back one step, or through a chunk of steps.
-    control_flow : ControlFlowPolicy, optional
-        What to do with control flow inside the step.
-    backend : {'auto', 'jax', 'pallas', 'interpret'}
-        The implementation asked for.
-    couple_layers, scope : optional
-        As for :class:`ETraceGraphExecutor`.
 
     Examples
     --------

@@ -45,12 +45,7 @@ def recurrence(
     Returns
     -------
     dict
-        Gradients by path, in float64.
-
-    Raises
-    ------
-    VacuousComparison
-        Where :func:`bptt` raises it, or if the window is the whole sequence.
+        As for :func:`bptt`, with the same errors, and one if the window is the whole sequence.
 
     Examples
     --------
@@ -156,11 +151,15 @@ class Recurrence:
                     gradient, entry = self._in_window(values, part)
                     total = total + gradient + trace.entry_gradient(values, at, entry)
                 trace.advance(factors)
-            leaves, tree = jax.tree.flatten(self.values[0].params)
-            ends = list(itertools.accumulate(leaf.size for leaf in leaves))
-            parts = np.split(np.asarray(total), ends[:-1])
-            shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
-            return self.pure.result(jax.tree.unflatten(tree, shaped), self.spikes)
+        return self.by_path(np.asarray(total))
+
+    def by_path(self, gradient: np.ndarray) -> Gradients:
+        """A flat gradient by the paths of the parameters; an error if it proves nothing."""
+        leaves, tree = jax.tree.flatten(self.values[0].params)
+        ends = list(itertools.accumulate(leaf.size for leaf in leaves))
+        parts = zip(np.split(gradient, ends[:-1]), leaves, strict=True)
+        shaped = [part.reshape(leaf.shape) for part, leaf in parts]
+        return self.pure.result(jax.tree.unflatten(tree, shaped), self.spikes)
 
     @functools.cached_property
     def _in_window(self) -> Callable[[Values, Any], tuple[Any, Any]]:

@@ -94,11 +94,10 @@ def finite_differences(
     Examples
     --------
     >>> import brainstate, jax, jax.numpy as jnp
-    >>> import braintrace_fast as braintrace
-    >>> from braintrace_fast import testing
-    >>> cell = braintrace.nn.GRUCell(2, 3)
-    >>> _ = brainstate.nn.init_all_states(cell)
+    >>> from braintrace_fast import nn, testing
     >>> xs = jax.random.normal(jax.random.key(0), (4, 2))
+    >>> cell = nn.GRUCell(2, 3)
+    >>> _ = brainstate.nn.init_all_states(cell)
     >>> task = dict(step_fn=lambda x: jnp.sum(cell(x) ** 2))
     >>> differences = testing.finite_differences(cell, xs, **task)
     >>> testing.compare(differences, testing.bptt(cell, xs, **task)).check(rtol=1e-6)

@@ -15,7 +15,6 @@ __all__ = [
     'divide',
     'evaluate',
     'is_one_of',
-    'needed_equations',
     'num_bytes',
     'results',
 ]
@@ -62,25 +61,6 @@ def divide(
         else:
             late.append(eqn)
     return early, late
-
-
-def needed_equations(
-    eqns: Sequence[JaxprEqn],
-    wanted: Iterable[Atom],
-    known: Container[Var] = (),
-    keep_effects: bool = False,
-) -> list[JaxprEqn]:
-    """The equations that lead from known variables to wanted ones.
-
-    With ``keep_effects``, those that have effects and all that these read are among them.
-    """
-    live = {v for v in wanted if not isinstance(v, Literal) and v not in known}
-    needed = []
-    for eqn in reversed(eqns):
-        if (keep_effects and eqn.effects) or not live.isdisjoint(eqn.outvars):
-            needed.append(eqn)
-            live.update(v for v in eqn.invars if not isinstance(v, Literal) and v not in known)
-    return needed[::-1]
 
 
 def evaluate(

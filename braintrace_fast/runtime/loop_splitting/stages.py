@@ -15,10 +15,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..._compat import Atom, JaxprEqn, Literal, Var, can_be_mapped
+from ...compiler.liveness import needed_equations
 from ...compiler.primitives import CHEAP
 from ...compiler.uniform import uniform_arrays
 from .body import Body
-from .equations import divide, is_one_of, needed_equations, num_bytes, results
+from .equations import divide, is_one_of, num_bytes, results
 from .products import pays_ahead
 from .sums import Sum, sum_of
 
@@ -162,12 +163,12 @@ def split_loop(body: Body, shows: bool) -> SplitLoop:
 
 def _invariant(body: Body) -> Invariant:
     eqns, varying = divide(body.eqns, body.given)
-    same = uniform_arrays(eqns, lambda v: not v.aval.ndim)
-    repeated = [e for e in eqns if e.outvars[0] in same and e.primitive.name in CHEAP]
+    uniform = uniform_arrays(eqns, lambda v: not v.aval.ndim)
+    repeated = [e for e in eqns if e.outvars[0] in uniform and e.primitive.name in CHEAP]
     return Invariant(
         eqns=eqns,
         variables=dict.fromkeys([*body.given, *results(eqns)]),
-        uniform={v for v in same if v.aval.size and v.aval.ndim},
+        uniform={v for v in uniform if v.aval.size and v.aval.ndim},
         repeated=repeated,
         varying=[*repeated, *varying],
     )
