@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
-from tests.exit_oracle import exit_signal_oracle
 from tests.marks import slow_if_one_of_many
 from tests.models import MODELS, ModelCase
-from tests.oracles import (
-    _plain_ops,
-    factor_oracle,
-    random_projection,
-    run,
-    state_values,
-    step_function,
-)
+from tests.oracles.dense import factor_oracle, plain_ops
+from tests.oracles.exit_signal import exit_signal_oracle
+from tests.oracles.step import random_projection, run, state_values, step_function
 
 STEPS = 6
 REASONS = {
@@ -396,7 +390,7 @@ def test_factors_over_time_give_the_gradient_of_the_model_without_mixing(case, x
 
     def sequence_loss(params):
         total, values = 0.0, start._replace(params=params)
-        with _plain_ops():
+        with plain_ops():
             for _, x in steps:
                 out, hidden, others = step(*values, x)
                 total += loss(out, hidden)
