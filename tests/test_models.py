@@ -9,15 +9,8 @@ import pytest
 
 from tests.marks import slow_if_one_of_many
 from tests.models import MODELS, ModelCase
-from tests.oracles import (
-    StateValues,
-    factor_oracle,
-    random_projection,
-    run,
-    state_values,
-    step_function,
-    weight_oracle,
-)
+from tests.oracles.dense import factor_oracle, weight_oracle
+from tests.oracles.step import StateValues, random_projection, run, state_values, step_function
 
 STEPS = 12
 

@@ -9,7 +9,7 @@ import pytest
 import braintrace_fast as btf
 from braintrace_fast import testing
 from tests.models import MODELS
-from tests.oracles import random_projection
+from tests.oracles.step import random_projection
 
 XS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2, 3)), jnp.float32)
 

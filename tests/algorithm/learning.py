@@ -1,7 +1,6 @@
-"""What the tests of learners share: a learner per model, its compiled step, and its loss.
+"""What the tests of learners share: a learner per model and its compiled step.
 
-The loss of a step reads the output and every hidden state, so that all signals are there. Learners
-are shared between tests, which set all states before they use one.
+Learners are shared between tests, which set all states before they use one.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ import numpy as np
 import braintrace_fast as btf
 from braintrace_fast import testing
 from tests.models import MODELS, ModelCase
-from tests.oracles import _states, random_projection, state_values, step_function
+from tests.oracles.recurrence import BATCH, DECAY, STEPS, step_loss
+from tests.oracles.step import state_values, states_by_kind, step_function
 
-STEPS = 6
-BATCH = 2
-DECAY = (0.8, 0.9)
 ALGORITHMS: dict[str, tuple[type[btf.ETraceVjpAlgorithm], dict[str, Any]]] = {
     'd_rtrl': (btf.D_RTRL, {}),
     'pp_prop': (btf.pp_prop, {'decay_or_rank': DECAY}),
@@ -59,23 +56,12 @@ def _learning(name: str, algorithm: str, precision: int, steps: int, options: An
     return Learning(model, xs, state_values(model), learner, step)
 
 
-def step_loss(model: brainstate.nn.Module) -> Callable[[Any, Any], jax.Array]:
-    """The loss of a step, which calls the model or a learner of it."""
-    hidden = list(model.states(brainstate.HiddenState).values())
-
-    def loss(run: Any, x: Any) -> jax.Array:
-        output = run(x)
-        return random_projection((output, [state.value for state in hidden]))
-
-    return loss
-
-
 def at(sequences: Any, t: int) -> Any:
     return jax.tree.map(lambda a: a[t], sequences)
 
 
 def set_states(model: brainstate.nn.Module, values: Any) -> None:
-    for kind, by_path in zip(_states(model), values, strict=True):
+    for kind, by_path in zip(states_by_kind(model), values, strict=True):
         for path, state in kind.items():
             state.value = by_path[path]
 
@@ -104,30 +90,6 @@ def _live_values(name: str, precision: int) -> Any:
 
 def live_values(case: ModelCase) -> Any:
     return _live_values(case.name, brainstate.environ.get_precision())
-
-
-@functools.cache
-def _oracle_of(name: str, outputs_only: bool, precision: int, steps: int) -> testing.Recurrence:
-    case = MODELS[name]
-    model, inputs = case.build(BATCH)
-    loss = functools.partial(output_loss if outputs_only else step_loss(model), model)
-    return testing.Recurrence(model, inputs(0, steps), step_fn=loss, forward_mode=case.forward_mode)
-
-
-def recurrence_of(
-    case: ModelCase,
-    algorithm: str,
-    window: int | None = None,
-    outputs_only: bool = False,
-    steps: int = STEPS,
-) -> testing.Gradients:
-    """The truth over the sequence from the start, in float64."""
-    oracle = _oracle_of(case.name, outputs_only, brainstate.environ.get_precision(), steps)
-    return oracle.gradient(None if algorithm == 'd_rtrl' else DECAY, window)
-
-
-def output_loss(run: Any, x: Any) -> jax.Array:
-    return random_projection(run(x))
 
 
 def check(found: Any, true: Any, rtol: float) -> None:

@@ -236,6 +236,14 @@ def test_reset_state_zeroes_trace_and_counter(rule):
     same(grads_of(learner), true)
 
 
+def recurrence_in_chunks(model, size):
+    def step(x, target):
+        return jnp.mean((model(x) - target) ** 2)
+
+    xs, targets = jnp.asarray(XS), jnp.asarray(TARGETS)
+    return testing.recurrence(model, xs, targets, step_fn=step, window=size)
+
+
 @both_rules
 def test_a_plain_step_of_a_multi_step_learner_is_a_chunk_of_one(rule):
     learner = new_learner(rule, vjp_method='multi-step')
@@ -251,15 +259,7 @@ def test_a_plain_step_of_a_multi_step_learner_is_a_chunk_of_one(rule):
     )
     same(weighted(per_step(new_learner(rule, vjp_method='multi-step'))[0], np.ones(STEPS)), found)
     if rule == 'd_rtrl':
-        model = new_learner().model
-        true = testing.recurrence(
-            model,
-            jnp.asarray(XS),
-            jnp.asarray(TARGETS),
-            step_fn=lambda x, target: jnp.mean((model(x) - target) ** 2),
-            window=1,
-        )
-        same(found, true)
+        same(found, recurrence_in_chunks(new_learner().model, 1))
     single = grads_of(new_learner(rule), reduction='sum')
     assert testing.compare(found, single).worst > 0.01
 
@@ -267,20 +267,13 @@ def test_a_plain_step_of_a_multi_step_learner_is_a_chunk_of_one(rule):
 def test_chunks_of_one_are_single_steps_and_windows_are_multi_step_data():
     same(grads_of(new_learner(), chunk_size=1), grads_of(new_learner()))
     learner = new_learner(vjp_method='multi-step')
-    model = learner.model
     seen = []
 
     def losses(x, target):
         seen.append(x.shape)
         return jnp.mean((learner(btf.MultiStepData(x)) - target) ** 2, axis=(1, 2))
 
-    true = testing.recurrence(
-        model,
-        jnp.asarray(XS),
-        jnp.asarray(TARGETS),
-        step_fn=lambda x, target: jnp.mean((model(x) - target) ** 2),
-        window=3,
-    )
+    true = recurrence_in_chunks(learner.model, 3)
     found, value = learner.etrace_grad(
         jnp.asarray(XS),
         jnp.asarray(TARGETS),

@@ -12,8 +12,9 @@ import braintrace_fast as btf
 from braintrace_fast import testing
 from braintrace_fast.compiler.transition import _is_uniform_sum
 from braintrace_fast.compiler.uniform import uniform_arrays
-from tests.algorithm.learning import STEPS, add_trees, at, begin, check, learning, step_loss
+from tests.algorithm.learning import add_trees, at, begin, check, learning
 from tests.models import MODELS, N_IN, N, SynapseNet, lif
+from tests.oracles.recurrence import STEPS, step_loss
 
 NARROW = {
     'lif_expon': [False, True],

@@ -6,10 +6,11 @@ import itertools
 import jax
 import pytest
 
-from tests.algorithm.learning import ALGORITHMS, begin, check, learning, recurrence_of, step_loss
-from tests.algorithm.signal_oracle import as_parameters, gradients_per_step
+from tests.algorithm.learning import ALGORITHMS, begin, check, learning
 from tests.algorithm.test_signals import KAPPA, RULES
 from tests.models import MODELS
+from tests.oracles.recurrence import recurrence_of, step_loss
+from tests.oracles.signals import as_parameters, gradients_per_step
 
 LENGTH = 7
 """A prime, so that all but windows of one step, or of all, are of two lengths."""

@@ -23,7 +23,7 @@ import saiunit as u
 import braintrace_fast as btf
 from braintrace_fast import testing
 from tests.models import alif, lif, parameter
-from tests.oracles import random_projection
+from tests.oracles.step import random_projection
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -18,8 +18,9 @@ import saiunit as u
 
 import braintrace_fast as btf
 from tests.algorithm import old_files
-from tests.algorithm.learning import add_trees, begin, check, learning, step_loss
+from tests.algorithm.learning import add_trees, begin, check, learning
 from tests.models import MODELS
+from tests.oracles.recurrence import step_loss
 from tests.programs import output_of, start
 
 BATCH, N_IN, N = 2, 3, 4

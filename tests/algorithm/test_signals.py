@@ -11,8 +11,6 @@ import pytest
 import braintrace_fast as btf
 from tests.algorithm.learning import (
     ALGORITHMS,
-    BATCH,
-    STEPS,
     Learning,
     add_trees,
     at,
@@ -20,15 +18,15 @@ from tests.algorithm.learning import (
     check,
     learning,
     set_states,
-    step_loss,
 )
-from tests.algorithm.signal_oracle import (
+from tests.models import MODELS
+from tests.oracles.recurrence import BATCH, STEPS, step_loss
+from tests.oracles.signals import (
     as_parameters,
     feedback_signal,
     gradients_per_step,
     modulator_signal,
 )
-from tests.models import MODELS
 
 KAPPA = 0.7
 KEY = jax.random.PRNGKey(3)

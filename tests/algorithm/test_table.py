@@ -12,22 +12,11 @@ import pytest
 import braintrace_fast as btf
 from braintrace_fast import testing
 from braintrace_fast._compat import jaxprs_in_params, open_jaxpr
-from tests.algorithm.learning import (
-    ALGORITHMS,
-    BATCH,
-    STEPS,
-    add_trees,
-    at,
-    begin,
-    check,
-    learning,
-    live_values,
-    output_loss,
-    recurrence_of,
-)
+from tests.algorithm.learning import ALGORITHMS, add_trees, at, begin, check, learning, live_values
 from tests.marks import slow_if_one_of_many
 from tests.models import MODELS
-from tests.oracles import random_projection, step_function
+from tests.oracles.recurrence import BATCH, STEPS, output_loss, recurrence_of
+from tests.oracles.step import random_projection, step_function
 
 # By module: all tests of a model in a row, so that a worker compiles it once.
 most_models_slowly = pytest.mark.parametrize(

@@ -11,20 +11,10 @@ from jax.extend.core import jaxprs_in_params
 
 import braintrace_fast as btf
 from braintrace_fast import testing
-from tests.algorithm.learning import (
-    BATCH,
-    STEPS,
-    add_trees,
-    at,
-    begin,
-    check,
-    learning,
-    recurrence_of,
-    set_states,
-    step_loss,
-)
+from tests.algorithm.learning import add_trees, at, begin, check, learning, set_states
 from tests.algorithm.test_table import every_algorithm, most_models_slowly, skip_if_positions_mix
 from tests.models import MODELS
+from tests.oracles.recurrence import BATCH, STEPS, recurrence_of, step_loss
 
 
 def in_windows(learned, **options):

@@ -16,20 +16,16 @@ import pytest
 import braintrace_fast as btf
 from braintrace_fast import ControlFlowPolicy, DiagnosticKind, DiagnosticLevel
 from braintrace_fast.compiler import diagnostic_context
-from tests.compiler.checks import (
-    assert_close,
+from tests.compiler.checks import assert_close, assert_trees_close, build, draw, param
+from tests.models import N_IN, Leaky, N, Wrapped, hidden, spike_by_jvp, spike_by_vjp
+from tests.oracles.compiled_step import (
     assert_same_factors,
     assert_step_gradient_is_exact,
-    assert_trees_close,
-    build,
-    draw,
     evaluate,
     factors,
     loss_of,
-    param,
     signal_of_the_past,
 )
-from tests.models import N_IN, Leaky, N, Wrapped, hidden, spike_by_jvp, spike_by_vjp
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -17,16 +17,9 @@ from braintrace_fast.compiler import (
     diagnostic_context,
     order_hidden_group_index,
 )
-from tests.compiler.checks import (
-    assert_close,
-    assert_step_gradient_is_exact,
-    assert_trees_close,
-    build,
-    draw,
-    evaluate,
-    leaves_of,
-)
+from tests.compiler.checks import assert_close, assert_trees_close, build, draw, leaves_of
 from tests.models import N_IN, DropConnect, Leaky, LearnedLeak, N, Stack, hidden
+from tests.oracles.compiled_step import assert_step_gradient_is_exact, evaluate
 
 pytestmark = pytest.mark.usefixtures('x64')
 

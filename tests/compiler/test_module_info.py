@@ -19,7 +19,7 @@ from tests.compiler.checks import (
     param,
 )
 from tests.models import N_IN, Counting, DropConnect, Leaky, N, Noisy, ReadOnly, hidden
-from tests.oracles import state_values, step_function
+from tests.oracles.step import state_values, step_function
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -8,19 +8,15 @@ import pytest
 import saiunit as u
 
 import braintrace_fast as btf
-from tests.compiler.checks import (
-    assert_close,
+from tests.compiler.checks import assert_close, assert_trees_close, build, draw, leaves_of
+from tests.models import N_IN, Leaky, N, ReadOnly, TwoPlanes, Units, hidden
+from tests.oracles.compiled_step import (
     assert_step_gradient_is_exact,
-    assert_trees_close,
-    build,
-    draw,
     evaluate,
-    leaves_of,
     loss_of,
     signal_of_the_past,
 )
-from tests.models import N_IN, Leaky, N, ReadOnly, TwoPlanes, Units, hidden
-from tests.oracles import state_values, step_function
+from tests.oracles.step import state_values, step_function
 
 pytestmark = pytest.mark.usefixtures('x64')
 

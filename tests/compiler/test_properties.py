@@ -30,7 +30,8 @@ from tests.compiler.test_table import (
     projection_loss,
 )
 from tests.models import hidden, parameter, spike_by_jvp, spike_by_vjp
-from tests.oracles import Values, _plain_ops, factor_oracle, state_values, step_function
+from tests.oracles.dense import factor_oracle, plain_ops
+from tests.oracles.step import Values, state_values, step_function
 
 BATCH, N_IN, N, N_OUT = 2, 2, 3, 2
 
@@ -348,7 +349,7 @@ def test_factors_over_time_give_the_gradient_of_the_model_without_mixing(x64, pr
 
     def sequence_loss(params):
         total, values = 0.0, start._replace(params=params)
-        with _plain_ops():
+        with plain_ops():
             for x in inputs:
                 out, new_hidden, others = step(*values, x)
                 total += loss(out, new_hidden)

@@ -9,14 +9,7 @@ import saiunit as u
 
 import braintrace_fast as btf
 from braintrace_fast import DiagnosticKind, DiagnosticLevel
-from tests.compiler.checks import (
-    assert_close,
-    assert_step_gradient_is_exact,
-    build,
-    draw,
-    evaluate,
-    param,
-)
+from tests.compiler.checks import assert_close, build, draw, param
 from tests.models import (
     N_IN,
     DropConnect,
@@ -32,6 +25,7 @@ from tests.models import (
     Units,
     hidden,
 )
+from tests.oracles.compiled_step import assert_step_gradient_is_exact, evaluate
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
-from tests.exit_oracle import exit_signal_oracle
 from tests.marks import slow_if_one_of_many
 from tests.models import MODELS, ModelCase
-from tests.oracles import (
-    _plain_ops,
-    factor_oracle,
-    random_projection,
-    run,
-    state_values,
-    step_function,
-)
+from tests.oracles.dense import factor_oracle, plain_ops
+from tests.oracles.exit_signal import exit_signal_oracle
+from tests.oracles.step import random_projection, run, state_values, step_function
 
 STEPS = 6
 REASONS = {
@@ -123,20 +117,35 @@ def test_mixing_of_positions_is_found_and_reported(case):
     assert (btf.DiagnosticKind.TAIL_NOT_POSITION_WISE in kinds) == bool(tails)
 
 
+def compiled_jacobians(graph):
+    """The compiled function that gives, per group, ``D`` and, by the output of an op, ``f``."""
+
+    @jax.jit
+    def run_step(x, old):
+        *_, temps = graph.module_info.jaxpr_call(x, old_state_vals=old)
+        found = [transition.jacobians(temps) for transition in graph.transitions]
+        return [(D, list(f.values())) for D, f in found]
+
+    def jacobians(x, old):
+        found = zip(run_step(x, old), graph.transitions, strict=True)
+        return [(D, dict(zip(transition.y_vars, f, strict=True))) for (D, f), transition in found]
+
+    return jacobians
+
+
 @every_model_and_some_unbatched
 def test_D_and_f_equal_dense_jacobians_restricted_to_positions(case, batch, x64):
     if case.expected.mixing_transitions or case.expected.mixing_tails:
         pytest.skip('the dense Jacobian does not cut what mixes positions without an op')
     model, xs, graph = compile_case(case, batch)
     oracle = factor_oracle(model, case.expected.groups, forward_mode=case.forward_mode)
+    jacobians = compiled_jacobians(graph)
     alive = 0
     found_f = {relation.y_var: [] for relation in graph.hidden_param_op_relations}
     true_f = []
     for values, x in trajectory_of(model, xs):
         dense = oracle(values, x)
-        *_, temps = graph.module_info.jaxpr_call(x, old_state_vals=compiled_values(graph, values))
-        for group, transition in enumerate(graph.transitions):
-            D, f = transition.jacobians(temps)
+        for group, (D, f) in enumerate(jacobians(x, compiled_values(graph, values))):
             present = [[plane is not None for plane in row] for row in D]
             assert present == [list(row) for row in graph.hidden_groups[group].pattern]
             for row, true_row in zip(D, dense.D[group], strict=True):
@@ -268,10 +277,22 @@ def add_weights(total, relation, leaves, grads, walk=True):
     for key, way in relation.weight_ways.items():
         pulled = pull_back(way, leaves, grads[key]) if walk else [grads[key]]
         for path, index, g in zip(way.paths, way.leaf_indices, pulled, strict=True):
-            total[path][index] = total[path][index] + g
+            total[path] = [a + g if i == index else a for i, a in enumerate(total[path])]
 
 
-def accumulate_step(graph, x, old, loss, traces, total):
+def compiled_accumulation(graph, loss, *, over_time):
+    """``(traces, total), x, old -> (traces, total)`` after a step, compiled."""
+
+    @jax.jit
+    def accumulate(carried, x, old):
+        traces, total = dict(carried[0]), dict(carried[1])
+        accumulate_step(graph, x, old, loss, traces, total, over_time)
+        return traces, total
+
+    return accumulate
+
+
+def accumulate_step(graph, x, old, loss, traces, total, over_time):
     """One step of the recurrence of DESIGN's section 3, in the coordinates of the parameters."""
     by_state, c, L, R, temps = cotangents(graph, x, old, loss)
     info = graph.module_info
@@ -307,7 +328,7 @@ def accumulate_step(graph, x, old, loss, traces, total):
                 None if plane is None else op.trace_rules.outer(x_op, plane, **params)
                 for plane in f_planes
             ]
-            if traces and not relation.is_static:  # the way differs in every step: walk it now
+            if over_time and not relation.is_static:  # the way differs in every step: walk it now
                 fresh = [plane and pulled_per_example(relation, leaves, plane) for plane in fresh]
             for plane, trace in zip([*signal, *bypass], [*decayed, *old_trace], strict=True):
                 if trace is not None:
@@ -334,15 +355,17 @@ def test_c_gives_exactly_the_gradient_of_the_step_for_every_parameter(case, batc
     model, xs, graph = compile_case(case, batch)
     step = step_function(model)
     loss, _ = projection_loss(graph)
+
+    def true_loss(params, hidden, others, x):
+        out, new, _ = step(params, hidden, others, x)
+        return loss(out, new)
+
+    true_gradient = jax.jit((jax.jacfwd if case.forward_mode else jax.grad)(true_loss))
+    accumulate = compiled_accumulation(graph, loss, over_time=False)
     for values, x in trajectory_of(model, xs)[-2:]:
-
-        def true_loss(params, values=values, x=x):
-            out, hidden, _ = step(params, values.hidden, values.others, x)
-            return loss(out, hidden)
-
-        true = (jax.jacfwd if case.forward_mode else jax.grad)(true_loss)(values.params)
-        found = {path: [jnp.zeros_like(leaf) for leaf in flat(g)] for path, g in true.items()}
-        accumulate_step(graph, x, compiled_values(graph, values), loss, {}, found)
+        true = true_gradient(*values, x)
+        zeros = {path: [jnp.zeros_like(leaf) for leaf in flat(g)] for path, g in true.items()}
+        _, found = accumulate(({}, zeros), x, compiled_values(graph, values))
         for path in true:
             for a, b in zip(found[path], flat(true[path]), strict=True):
                 assert_close(a, b)
@@ -364,10 +387,12 @@ def test_L_takes_the_planes_of_a_group_as_independent(case, x64):
     model, xs, graph = compile_case(case, 2)
     oracle = exit_signal_oracle(model, case.expected.groups, forward_mode=case.forward_mode)
     loss, paths = projection_loss(graph)
+    signals = jax.jit(lambda x, old: cotangents(graph, x, old, loss)[2])
+    true_signals = jax.jit(lambda values, x: oracle(values, x, paths))
     for values, x in trajectory_of(model, xs)[-2:]:
-        _, _, L, _, _ = cotangents(graph, x, compiled_values(graph, values), loss)
+        L = signals(x, compiled_values(graph, values))
         signal = dict(zip(graph.exit_perturb.hidden_outvars, L, strict=True))
-        true = oracle(values, x, paths)
+        true = true_signals(values, x)
         for group, planes in zip(graph.hidden_groups, true, strict=True):
             found = group.concat_hidden([signal[new] for new in group.hidden_outvars])
             assert_close(found, jnp.stack(planes, axis=-1))
@@ -396,19 +421,21 @@ def test_factors_over_time_give_the_gradient_of_the_model_without_mixing(case, x
 
     def sequence_loss(params):
         total, values = 0.0, start._replace(params=params)
-        with _plain_ops():
+        with plain_ops():
             for _, x in steps:
                 out, hidden, others = step(*values, x)
                 total += loss(out, hidden)
                 values = values._replace(hidden=hidden, others=others)
         return total
 
-    true = (jax.jacfwd if case.forward_mode else jax.grad)(sequence_loss)(start.params)
-    found = jax.tree.map(jnp.zeros_like, true)
-    found = {path: flat(value) for path, value in found.items()}
-    traces = {'over': 'time'}
+    differentiate = jax.jacfwd if case.forward_mode else jax.grad
+    true = jax.jit(differentiate(sequence_loss))(start.params)
+    zeros = jax.tree.map(jnp.zeros_like, true)
+    carried = {}, {path: flat(value) for path, value in zeros.items()}
+    accumulate = compiled_accumulation(graph, loss, over_time=True)
     for values, x in steps:
-        accumulate_step(graph, x, compiled_values(graph, values), loss, traces, found)
+        carried = accumulate(carried, x, compiled_values(graph, values))
+    found = carried[1]
     traced = {path for path, _ in btf.CompilationReport(graph).etrace_weights}
     assert traced
     for path in traced:

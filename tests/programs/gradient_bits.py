@@ -7,7 +7,7 @@ import numpy as np
 
 import braintrace_fast as btf
 from tests.models import MODELS
-from tests.oracles import random_projection
+from tests.oracles.step import random_projection
 
 
 def main():

@@ -9,7 +9,8 @@ import pytest
 import braintrace_fast as btf
 from braintrace_fast.reference_api.executor import VjpResiduals
 from tests.models import MODELS
-from tests.oracles import dense_factors, random_projection, state_values, step_function
+from tests.oracles.dense import dense_factors
+from tests.oracles.step import random_projection, state_values, step_function
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -10,7 +10,7 @@ import braintrace_fast as btf
 from braintrace_fast.runtime.factors import Signals, without_zeros
 from tests.algorithm.learning import at, begin, learning, live_values
 from tests.models import MODELS
-from tests.oracles import random_projection
+from tests.oracles.step import random_projection
 
 BYPASSING = {'minimal_rnn', 'output_reads_y', 'lateral', 'pooled', 'layer_norm'}
 """Models with an op whose output reaches the loss past the states, or mixed."""

@@ -1,4 +1,4 @@
-"""Truth by brute force: the step as a pure function, and its factors from dense Jacobians.
+"""The factors of a step by brute force, from dense Jacobians.
 
 Nothing here knows the compiler. For factors, the ETP ops are replaced by plain formulas that stop
 the gradient of their input, which cuts the mixing of positions by weights, and add a zero to their
@@ -26,73 +26,17 @@ import numpy as np
 import saiunit as u
 
 import braintrace_fast as btf
+from tests.oracles.step import (
+    Path,
+    StateValues,
+    Values,
+    random_projection,
+    state_values,
+    states_by_kind,
+    step_function,
+)
 
-Path = tuple[str | int, ...]
-StateValues = dict[Path, Any]
 Planes = list[jax.Array]
-RANDOM: Path = ('brainstate.random.DEFAULT',)
-
-
-class Values(NamedTuple):
-    """Values of a model's states by path; ``others`` are neither parameters nor hidden."""
-
-    params: StateValues
-    hidden: StateValues
-    others: StateValues
-
-
-Step = Callable[[StateValues, StateValues, StateValues, Any], tuple[Any, StateValues, StateValues]]
-
-
-def _states(model: brainstate.nn.Module) -> tuple[dict[Path, brainstate.State], ...]:
-    params, hidden, others = {}, {}, {RANDOM: brainstate.random.DEFAULT}
-    for path, state in model.states().items():
-        if isinstance(state, brainstate.ParamState):
-            params[path] = state
-        elif isinstance(state, brainstate.HiddenState):
-            hidden[path] = state
-        else:
-            others[path] = state
-    return params, hidden, others
-
-
-def state_values(model: brainstate.nn.Module) -> Values:
-    """The present values of the model's states, and of brainstate's own generator."""
-    return Values(*({path: s.value for path, s in kind.items()} for kind in _states(model)))
-
-
-def step_function(model: brainstate.nn.Module) -> Step:
-    """The model's step: ``(params, hidden, others, x) -> (output, new hidden, new others)``.
-
-    It is pure, so ``jax.grad`` of it is the truth for a step, and leaves the model's states alone.
-    """
-    kinds = _states(model)
-
-    def step(params: StateValues, hidden: StateValues, others: StateValues, x: Any) -> Any:
-        before = [(state, state.value) for kind in kinds for state in kind.values()]
-        with brainstate.StateTraceStack():
-            try:
-                for kind, values in zip(kinds, (params, hidden, others), strict=True):
-                    for path, state in kind.items():
-                        state.restore_value(values[path])
-                output = model(x)
-                new = [{path: state.value for path, state in kind.items()} for kind in kinds[1:]]
-            finally:
-                for state, value in before:
-                    state.restore_value(value)
-        return output, *new
-
-    return step
-
-
-def run(step: Step, values: Values, xs: Any) -> tuple[list[Any], list[Values]]:
-    """The outputs of the steps over a sequence, and all values from the first to the last."""
-    outputs, trajectory = [], [values]
-    for x in xs:
-        output, hidden, others = step(*trajectory[-1], x)
-        outputs.append(output)
-        trajectory.append(Values(values.params, hidden, others))
-    return outputs, trajectory
 
 
 class DenseFactors(NamedTuple):
@@ -126,7 +70,7 @@ def factor_oracle(
         Differentiate in forward mode, the only one of a ``while`` loop; a ``custom_vjp`` has none.
     """
     jacobian = jax.jacfwd if forward_mode else jax.jacrev
-    states = _states(model)[1]
+    states = states_by_kind(model)[1]
 
     def split(path: Path, value: Any, like: Any) -> Planes:
         mantissa = u.Quantity(value).to_decimal(u.get_unit(like))
@@ -154,7 +98,7 @@ def factor_oracle(
             for paths, planes in zip(groups, map(iter, old), strict=True):
                 for path in paths:
                     hidden[path] = join(path, planes, values.hidden[path])
-            with _plain_ops(added=added):
+            with plain_ops(added=added):
                 _, hidden, _ = step_function(model)(values.params, hidden, values.others, x)
             return all_planes(hidden)
 
@@ -163,14 +107,14 @@ def factor_oracle(
         return DenseFactors(
             D=[
                 [
-                    [_own_positions(row[0][g][q], p.shape, p.shape) for q, p in enumerate(planes)]
+                    [own_positions(row[0][g][q], p.shape, p.shape) for q, p in enumerate(planes)]
                     for row in jac[g]
                 ]
                 for g, planes in enumerate(old)
             ],
             f=[
                 [
-                    [_own_positions(row[1][k], planes[0].shape, y.shape) for row in jac[g]]
+                    [own_positions(row[1][k], planes[0].shape, y.shape) for row in jac[g]]
                     if _broadcasts(y.shape, planes[0].shape)
                     else None
                     for g, planes in enumerate(old)
@@ -202,7 +146,7 @@ def weight_oracle(model: brainstate.nn.Module) -> Callable[[Values, Any], list[s
     @jax.jit
     def gradients(values: Values, x: Any) -> StateValues:
         def projection(params: StateValues, open_gates: jax.Array) -> jax.Array:
-            with _plain_ops(gates=open_gates):
+            with plain_ops(gates=open_gates):
                 output, hidden, _ = step_function(model)(params, values.hidden, values.others, x)
             return random_projection((output, hidden))
 
@@ -225,16 +169,6 @@ def weight_oracle(model: brainstate.nn.Module) -> Callable[[Values, Any], list[s
     return sources
 
 
-def random_projection(tree: Any, seed: int = 0) -> jax.Array:
-    """A scalar that depends on each mantissa of floating type in the tree."""
-    rng = np.random.default_rng(seed)
-    return sum(
-        jnp.sum(leaf * rng.normal(size=leaf.shape))
-        for leaf in jax.tree.leaves(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    )
-
-
 def _broadcasts(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     try:
         return np.broadcast_shapes(source, shape) == shape
@@ -242,7 +176,7 @@ def _broadcasts(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         return False
 
 
-def _own_positions(
+def own_positions(
     jacobian: jax.Array, shape: tuple[int, ...], source: tuple[int, ...]
 ) -> jax.Array:
     """From ``(*shape, *source)``, the entry of each position for that it broadcasts from."""
@@ -254,13 +188,13 @@ def _own_positions(
 def _zeros_for_ops(model: brainstate.nn.Module, values: Values, x: Any) -> list[jax.Array]:
     """A zero of the shape of each op's output, in the order of the program."""
     outputs: list[jax.Array] = []
-    with _plain_ops(outputs=outputs):
+    with plain_ops(outputs=outputs):
         jax.eval_shape(step_function(model), *values, x)
     return [jnp.zeros(y.shape, y.dtype) for y in outputs]
 
 
 @contextlib.contextmanager
-def _plain_ops(
+def plain_ops(
     *,
     added: Sequence[jax.Array] | None = None,
     gates: jax.Array | None = None,

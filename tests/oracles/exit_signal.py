@@ -17,23 +17,15 @@ import jax
 import jax.numpy as jnp
 import saiunit as u
 
-from tests.oracles import (
-    Path,
-    Planes,
-    Values,
-    _own_positions,
-    _plain_ops,
-    _states,
-    random_projection,
-    step_function,
-)
+from tests.oracles.dense import Planes, own_positions, plain_ops
+from tests.oracles.step import Path, Values, random_projection, states_by_kind, step_function
 
 
 def exit_signal_oracle(
     model: brainstate.nn.Module, groups: Sequence[Sequence[Path]], *, forward_mode: bool = False
 ) -> Callable[[Values, Any, Sequence[Path]], list[Planes]]:
     """The function that gives ``L[group][s]`` for a random projection of output and states."""
-    states = _states(model)[1]
+    states = states_by_kind(model)[1]
     step = step_function(model)
 
     def planes_of(path: Path, value: jax.Array) -> Planes:
@@ -54,7 +46,7 @@ def exit_signal_oracle(
             return random_projection((output, {path: hidden[path] for path in projected}))
 
         def new_planes(added: dict[Path, jax.Array]) -> list[Planes]:
-            with _plain_ops():
+            with plain_ops():
                 _, hidden = perturbed(added)
             mantissas = {path: u.get_mantissa(value) for path, value in hidden.items()}
             return [[p for path in g for p in planes_of(path, mantissas[path])] for g in groups]
@@ -78,7 +70,7 @@ def exit_signal_oracle(
 def _solve(L_p: Planes, influence: list[Planes]) -> Planes:
     shape = L_p[0].shape
     P = jnp.stack(
-        [jnp.stack([_own_positions(p, shape, shape) for p in row], -1) for row in influence], -2
+        [jnp.stack([own_positions(p, shape, shape) for p in row], -1) for row in influence], -2
     )
     L = jnp.linalg.solve(jnp.swapaxes(P, -1, -2), jnp.stack(L_p, -1)[..., None])[..., 0]
     return [L[..., s] for s in range(len(L_p))]

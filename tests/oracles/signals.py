@@ -18,22 +18,18 @@ import brainstate
 import jax
 import numpy as np
 
-from tests.algorithm.learning import STEPS, _oracle_of
 from tests.models import ModelCase
+from tests.oracles.recurrence import STEPS, oracle_of
 
 Signal = Callable[[int, int, Any, Any], tuple[Any, Any]]
 """``(t, g, L, R) -> (L', R')`` with planes of shape ``(S, *varshape)``."""
-
-
-def oracle_of(case: ModelCase, steps: int = STEPS) -> Any:
-    return _oracle_of(case.name, False, brainstate.environ.get_precision(), steps)
 
 
 def gradients_per_step(
     case: ModelCase, kappa: float = 0.0, signal: Signal | None = None, steps: int = STEPS
 ) -> Iterator[Any]:
     """The gradient of each step by all parameters, flat, with the trace from zero."""
-    oracle = oracle_of(case, steps)
+    oracle = oracle_of(case, steps=steps)
     dense, all_factors = oracle.dense, oracle.factors
     size = all_factors[0].step_gradient.size
     varshapes = [dense.varshape(oracle.values[0], g) for g in range(len(dense.groups))]

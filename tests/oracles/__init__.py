@@ -1,0 +1,1 @@
+"""Truth by brute force; nothing here but ``compiled_step`` knows the compiler."""
