@@ -120,9 +120,10 @@ def escaped(target: str) -> list[str]:
                 'float32',
                 broken.name,
                 (TRACE,),
-                lambda function, f=broken.f: f,
+                tuple,
                 trace=(0,),
                 bounded=True,
+                instead=broken.f,
             )
             faults = measure(case, target, donate=broken.donate).faults
             if not any(re.search(broken.fault, fault, re.IGNORECASE) for fault in faults):

@@ -1,8 +1,7 @@
-"""Which kernels are checked, for which operands."""
+"""What is compiled of every kernel: the specs of its op, and what is held against them."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,31 +12,40 @@ import jax.numpy as jnp
 import saiunit as u
 
 from braintrace_fast.compiler import compile_etrace_graph
-from braintrace_fast.op.matmul import matmul_p
+from braintrace_fast.kernels.adjoint_scan.operands import AdjointOperands
+from braintrace_fast.kernels.dispatch import implementation_of
+from braintrace_fast.kernels.factored_trace.operands import FactoredOperands, SmoothOperands
+from braintrace_fast.kernels.hidden_jacobian.operands import JacobianOperands
+from braintrace_fast.kernels.outer.operands import TraceOperands
+from braintrace_fast.kernels.specs import (
+    COMPILED,
+    LARGE,
+    MANY,
+    AdjointSpec,
+    FactoredSpec,
+    JacobianSpec,
+    SmoothSpec,
+    Spec,
+    TraceSpec,
+)
 from tests import models
+
+from .rules import matmul_rules
 
 __all__ = [
     'Case',
-    'adjoint_scan',
     'all_cases',
     'as_arrays',
-    'factored_trace',
+    'case_of',
     'floor',
-    'hidden_jacobian',
     'implementation',
     'plain_formula',
     'plain_pass',
     'redundant',
-    'smooth',
     'stacked_pass',
     'stacked_walk',
-    'trace_carry',
-    'trace_step',
 ]
 
-LARGE = 512
-MANY = 64
-STEPS = 64
 BOTH = 'triton', 'mosaic'
 
 
@@ -52,8 +60,8 @@ class Case(NamedTuple):
         What the operands are, for a reader.
     operands : tuple
         Trees of shapes and dtypes.
-    bind : callable
-        From an implementation of the op to a function of the operands.
+    pack : callable
+        Puts the operands, or their shapes, into the object that implementations take.
     trace : tuple of int
         Which operands are the trace: they are donated, and must be updated in place.
     bounded : bool
@@ -66,19 +74,22 @@ class Case(NamedTuple):
         The plain formula over planes that are one array, and its operands.
     steps : int
         How often the loop of the plain formula runs, if it has one.
+    instead : callable, optional
+        What is compiled in place of the op, such as a kernel that is broken on purpose.
     """
 
     op: str
     dtype: str
     shape: str
     operands: tuple[Any, ...]
-    bind: Callable[[Callable[..., Any]], Callable[..., Any]]
+    pack: Callable[..., Any]
     trace: tuple[int, ...] = ()
     bounded: bool = False
     compared: tuple[str, ...] = ()
     halved: tuple[str, ...] = ()
     stacked: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
     steps: int = 0
+    instead: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return f'{self.op}, {self.dtype}, {self.shape}'
@@ -86,17 +97,20 @@ class Case(NamedTuple):
 
 def implementation(case: Case, kind: str) -> Callable[..., Any]:
     """What a case runs by the kernels of a kind, ``'triton'`` or ``'mosaic'``; or the reference."""
+    if case.instead is not None:
+        return case.instead
     folder, _, function = case.op.partition('.')
     module = importlib.import_module(f'braintrace_fast.kernels.{folder}.{kind}')
-    return case.bind(getattr(module, function or folder))
+    run = getattr(module, function or folder)
+    return lambda *operands: run(case.pack(*operands))
 
 
 def redundant(case: Case, kind: str) -> str | None:
     """Why a kind of kernel is not worth it, as it says itself; None if it is."""
-    folder, _, function = case.op.partition('.')
-    module = importlib.import_module(f'braintrace_fast.kernels.{folder}.{kind}')
-    said = getattr(module, f'redundant_{function}'.strip('_'), None)
-    return said and case.bind(said)(*case.operands)
+    kernel = implementation_of(case.op, kind)
+    if kernel is None or kernel.redundant is None:
+        return None
+    return kernel.redundant(case.pack(*case.operands))
 
 
 def plain_formula(
@@ -128,16 +142,33 @@ def _needed(jaxpr: Any) -> list[bool]:
 
 def all_cases() -> list[Callable[[], Case]]:
     """Makers of cases: every kernel, with large operands and with shapes that no tile divides."""
-    return [*_jacobians(), *_passes(trace_step), *_passes(trace_carry), *_adjoints(), *_factors()]
+    return [partial(case_of, spec) for specs in COMPILED.values() for spec in specs]
 
 
-def hidden_jacobian(model: str, batch: int | None, neurons: int, precision: int | str = 32) -> Case:
-    """The first transition of a model of the tests."""
+def case_of(spec: Spec) -> Case:
+    """The case of a spec."""
+    match spec:
+        case JacobianSpec():
+            return _jacobian(spec)
+        case TraceSpec():
+            return _trace(spec)
+        case AdjointSpec():
+            return _adjoint(spec)
+        case FactoredSpec():
+            shape = f'S={spec.size}, K={spec.steps}, {spec.shape}'
+            pack = partial(FactoredOperands, decay=0.9)
+        case SmoothSpec():
+            shape = f'K={spec.steps}, {spec.shape}' + ', backwards from zero' * spec.backwards
+            pack = partial(SmoothOperands, decay=0.9, reverse=spec.backwards)
+    return Case(spec.op, spec.dtype, shape, spec.arrays(), pack)
+
+
+def _jacobian(spec: JacobianSpec) -> Case:
     with (
-        brainstate.environ.context(dt=0.1 * u.ms, precision=precision),
-        mock.patch.object(models, 'N', neurons),
+        brainstate.environ.context(dt=0.1 * u.ms, precision=spec.precision),
+        mock.patch.object(models, 'N', spec.neurons),
     ):
-        network, inputs = models.MODELS[model].build(batch)
+        network, inputs = models.MODELS[spec.model].build(spec.batch)
         x = jax.tree.map(lambda a: a[0], inputs(0, 1))
         graph = compile_etrace_graph(network, x)
         info = graph.module_info
@@ -148,85 +179,58 @@ def hidden_jacobian(model: str, batch: int | None, neurons: int, precision: int 
     inputs = (*transition.hidden_invars, *transition.y_vars)
     variables = list(dict.fromkeys([*inputs, *(v for row in read for v in row)]))
 
-    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(operands: Sequence[Any]) -> Any:
-            given = dict(zip(variables, operands, strict=True))
-            constants = [[given[v] for v in row] for row in read]
-            return function(transition, constants, [given[v] for v in inputs])
-
-        return run
+    def pack(operands: Sequence[Any]) -> JacobianOperands:
+        given = dict(zip(variables, operands, strict=True))
+        constants = [[given[v] for v in row] for row in read]
+        return JacobianOperands(transition, constants, [given[v] for v in inputs])
 
     operands = [values[v] for v in variables]
-    shape = f'{model}, {operands[0].shape}'
-    compared = BOTH if neurons == LARGE else ()
-    dtype = operands[0].dtype.name
-    return Case('hidden_jacobian', dtype, shape, (operands,), bind, compared=compared)
+    dtype, shape = operands[0].dtype.name, f'{spec.model}, {operands[0].shape}'
+    compared = BOTH if spec.neurons == LARGE else ()
+    return Case(spec.op, dtype, shape, (operands,), pack, compared=compared)
 
 
-def _jacobians() -> Iterator[Callable[[], Case]]:
-    for model in ('lif', 'lif_expon', 'alif_expon', 'gif_expon', 'stp', 'gru', 'lstm'):
-        yield partial(hidden_jacobian, model, 3, 37)
-        yield partial(hidden_jacobian, model, 8, LARGE)
-    for model in ('coba_ei', 'custom_vjp', 'custom_jvp'):
-        yield partial(hidden_jacobian, model, None, 5)
-    for model in ('lif', 'lstm', 'layer_norm', 'custom_vjp', 'custom_jvp'):
-        yield partial(hidden_jacobian, model, 3, 37, 'bf16')  # other layers mix types in bfloat16
-
-
-def _planes(shape: tuple[int, ...], dtype: str) -> Callable[..., Any]:
-    """Nested lists of so many arrays."""
-    array = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-    def nested(*counts: int) -> Any:
-        return [nested(*counts[1:]) for _ in range(counts[0])] if counts else array
-
-    return nested
-
-
-def trace_step(
-    size: int,
-    shape: tuple[int, ...],
-    dtype: str,
-    *,
-    seed: bool = False,
-    steps: int | None = None,
-    signal: bool = True,
-) -> Case:
-    """A step of all planes of a trace of ``(*batch, inputs, outputs)``.
-
-    With a ``seed``, float32 is rounded stochastically to a trace of that type. Without a ``signal``
-    nothing is read of the old trace; over ``steps``, there is a product to be counted with it.
-    """
-    *lead, inputs, outputs = shape
-    plain = 'float32' if seed else dtype
-    time = () if steps is None else (steps,)
-    row = _planes((*lead, outputs), plain)
-    trace = _planes(shape, dtype)
-    operands = (
-        _planes((*time, *lead, inputs), plain)(),
-        row(size, size),
-        _planes((*time, *lead, outputs), plain)(size),
-        [{'weight': plane} for plane in trace(size)],
-        row(size) if signal else None,
-        jax.ShapeDtypeStruct((), bool),
-        None if steps is None else _planes((*time, *lead, outputs), plain)(),
-    )
-    window = '' if steps is None else f'K={steps}, '
-    compared: tuple[str, ...] = BOTH if lead == [MANY] else ()
-    if steps is not None and shape[-1] == LARGE:  # XLA takes minutes for many examples on a TPU
-        compared = {(MANY,): ('triton',), (8,): ('mosaic',) if size == 2 else ()}[(*lead,)]
+def _trace(spec: TraceSpec) -> Case:
+    """Over steps, there is a product to be added to what is read; a flag says if it is live."""
+    arrays = spec.arrays()
+    w = None if spec.steps is None else arrays[2][0]  # like a plane of ``u``
+    more = [jax.ShapeDtypeStruct((), bool), w]
+    if spec.rounded:
+        more.append(jax.ShapeDtypeStruct((), jnp.uint32))
+    stored, window = spec.stored or spec.dtype, '' if spec.steps is None else f'K={spec.steps}, '
+    lead = spec.shape[:-2]
+    compared: tuple[str, ...] = BOTH if lead == (MANY,) else ()
+    if spec.steps is not None and spec.shape[-1] == LARGE:
+        # XLA takes minutes for many examples on a TPU.
+        compared = {(MANY,): ('triton',), (8,): ('mosaic',) if spec.size == 2 else ()}[lead]
     return Case(
-        'trace_step' if steps is None else 'trace_carry',
-        f'{dtype}, rounded' if seed else dtype,
-        f'S={size}, {window}{shape}' + ('' if signal else ', no signal'),
-        (*operands, jax.ShapeDtypeStruct((), jnp.uint32)) if seed else operands,
-        _with_rules,
+        spec.op,
+        f'{stored}, rounded' if spec.rounded else stored,
+        f'S={spec.size}, {window}{spec.shape}' + ('' if spec.signal else ', no signal'),
+        (*arrays, *more),
+        _pack_trace,
         trace=(3,),
-        bounded=shape[-2:] == (LARGE, LARGE),
-        compared=compared if dtype == 'float32' else (),
-        halved=BOTH if lead == [MANY] else (),
-        stacked=(lambda: (stacked_pass, as_arrays(operands[:5]))) if signal else None,
+        bounded=spec.shape[-2:] == (LARGE, LARGE),
+        compared=compared if stored == 'float32' else (),
+        halved=BOTH if lead == (MANY,) else (),
+        stacked=(lambda: (stacked_pass, as_arrays(arrays))) if spec.signal else None,
     )
+
+
+def _pack_trace(
+    x: Any, D: Any, f: Any, trace: Any, signal: Any, live: Any, w: Any = None, seed: Any = None
+) -> TraceOperands:
+    total = None if w is None else _product(x, w)
+    rules = matmul_rules(has_bias=False, precision='highest')
+    return TraceOperands(rules, x, D, f, trace, signal, seed, live, w, total)
+
+
+def _product(x: Any, w: Any) -> Any:
+    leading = tuple(range(x.ndim - 1))
+    numbers = (leading, leading), ((), ())
+    product = partial(jax.lax.dot_general, dimension_numbers=numbers, precision='highest')
+    is_shape = isinstance(x, jax.ShapeDtypeStruct)
+    return {'weight': jax.eval_shape(product, x, w) if is_shape else product(x, w)}
 
 
 def plain_pass(x: Any, D: Any, f: Any, trace: Any, signal: Any) -> Any:
@@ -262,91 +266,27 @@ def as_arrays(operands: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(map(convert, operands))
 
 
-def trace_carry(size: int, shape: tuple[int, ...], dtype: str, *, seed: bool = False) -> Case:
-    """The same over a window; a long one for a large trace."""
-    return trace_step(size, shape, dtype, seed=seed, steps=STEPS if shape[-1] == LARGE else 7)
-
-
-def _with_rules(function: Callable[..., Any]) -> Callable[..., Any]:
-    params = dict(has_bias=False, precision='highest')
-    rules = replace(
-        matmul_p.trace_rules,
-        **{
-            name: partial(getattr(matmul_p.trace_rules, name), **params)
-            for name in ('outer', 'outer_sum', 'decay', 'contract')
-        },
-    )
-
-    def run(x: Any, D: Any, f: Any, trace: Any, signal: Any, live: Any, *rest: Any) -> Any:
-        w, seed = (*rest, None, None)[:2]
-        total = None if w is None else _product(x, w)
-        options = dict(seed=seed, live=live, w=w, total=total)
-        return function(rules, x, D, f, trace, signal, **options)
-
-    return run
-
-
-def _product(x: Any, w: Any) -> Any:
-    leading = tuple(range(x.ndim - 1))
-    numbers = (leading, leading), ((), ())
-    return {'weight': jax.lax.dot_general(x, w, numbers, precision='highest')}
-
-
-def _passes(make: Callable[..., Case]) -> Iterator[Callable[[], Case]]:
-    for size in (1, 2, 3, 4):
-        yield partial(make, size, (8, LARGE, LARGE), 'float32')
-    for size in (1, 2, 3, 4) if make is trace_step else (2, 4):
-        yield partial(make, size, (MANY, LARGE, LARGE), 'float32')
-    if make is trace_step:
-        for size in (2, 4):
-            yield partial(make, size, (MANY, LARGE, LARGE), 'float32', signal=False)
-    yield partial(make, 2, (8, LARGE, LARGE), 'bfloat16')
-    yield partial(make, 2, (8, LARGE, LARGE), 'bfloat16', seed=True)
-    yield partial(make, 6, (8, LARGE, LARGE), 'float32')  # as many planes as the kernels take
-    yield partial(make, 6, (8, LARGE, LARGE), 'bfloat16', seed=True)
-    for dtype in ('float32', 'bfloat16'):
-        yield partial(make, 2, (3, 21, 37), dtype)
-    yield partial(make, 3, (130, 257), 'float32')
-    yield partial(make, 2, (2, 3, 13, 37), 'float32')
-    yield partial(make, 1, (1, 1, 1), 'float32')
-
-
-def adjoint_scan(
-    size: int, steps: int, shape: tuple[int, ...], dtype: str, *, within: int = 0
-) -> Case:
-    """All planes of a group of ``size`` states and one op.
-
-    Or of so many ops that read the learning signal ``within`` their step, as those of a layer do
-    that is read by its states alone; then the loss reads nothing else.
-    """
-    planes = _planes((steps, *shape), dtype)
-    large = shape[-1:] == (LARGE,)
-    flags = [True] * within or [False]
+def _adjoint(spec: AdjointSpec) -> Case:
+    large = spec.shape[-1:] == (LARGE,)
 
     def stacked() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        matrix, vector = ((steps, *sizes, *shape) for sizes in ((size, size), (size,)))
+        axes = (spec.size, spec.size), (spec.size,), (spec.size,), (spec.size,), ()
         return stacked_walk, tuple(
-            jax.ShapeDtypeStruct(s, dtype)
-            for s in (matrix, vector, vector, vector, (steps, *shape))
+            jax.ShapeDtypeStruct((spec.steps, *own, *spec.shape), spec.dtype) for own in axes
         )
 
     return Case(
-        'adjoint_scan',
-        dtype,
-        f'S={size}, K={steps}, {shape}' + (f', {within} within' if within else ''),
-        (
-            planes(size, size),
-            planes(len(flags), size),
-            planes(size),
-            None if within else planes(size),
-            None if within else planes(1),
-        ),
-        lambda function: lambda D, f, L, R, c: function(D, f, L, R, True, c, flags),
+        spec.op,
+        spec.dtype,
+        f'S={spec.size}, K={spec.steps}, {spec.shape}'
+        + (f', {spec.ops} within' if spec.within else ''),
+        spec.arrays(),
+        partial(AdjointOperands, within=(spec.within,) * spec.ops, carry=True),
         bounded=large,
         compared=BOTH if large else (),
         halved=('triton',),
-        stacked=None if within else stacked,
-        steps=steps,
+        stacked=None if spec.within else stacked,
+        steps=spec.steps,
     )
 
 
@@ -363,53 +303,3 @@ def stacked_walk(D: Any, f: Any, L: Any, R: Any, c: Any) -> Any:
     one = jnp.eye(D.shape[1]).reshape(*D.shape[1:3], *[1] * (D.ndim - 3))
     start = jnp.zeros_like(f[0]), jnp.broadcast_to(one, D.shape[1:])
     return jax.lax.scan(body, start, (D, f, L, R, c), reverse=True)
-
-
-def _adjoints() -> Iterator[Callable[[], Case]]:
-    for size in (1, 2, 3, 4):
-        yield partial(adjoint_scan, size, STEPS, (8, LARGE), 'float32')
-    yield partial(adjoint_scan, 2, STEPS, (8, LARGE), 'bfloat16')
-    for size, steps in (1, STEPS), (2, 2 * STEPS):  # too much for some TPUs, and for all
-        yield partial(adjoint_scan, size, steps, (256, LARGE), 'float32')
-    for ops in (1, 2):
-        yield partial(adjoint_scan, 1, STEPS, (8, LARGE), 'float32', within=ops)
-    for dtype in ('float32', 'bfloat16'):
-        yield partial(adjoint_scan, 2, 7, (3, 37), dtype)
-        yield partial(adjoint_scan, 1, 19, (33,), dtype)
-    yield partial(adjoint_scan, 8, 7, (3, 37), 'float32')  # as many planes as a GPU holds
-    yield partial(adjoint_scan, 2, 5, (2, 3, 5), 'float32')
-    yield partial(adjoint_scan, 1, 1, (1, 1), 'float32')
-
-
-def factored_trace(size: int, steps: int, shape: tuple[int, ...], dtype: str) -> Case:
-    """All planes of a group of ``size`` states."""
-    planes, start = _planes((steps, *shape), dtype), _planes(shape, dtype)
-    return Case(
-        'factored_trace',
-        dtype,
-        f'S={size}, K={steps}, {shape}',
-        (planes(size, size), planes(1, size), start(1, size)),
-        lambda function: partial(function, decay=0.9),
-    )
-
-
-def smooth(steps: int, shape: tuple[int, ...], dtype: str, signal: bool = False) -> Case:
-    """The input side of a factorised trace; or its ``signal``, which is smoothed back in time."""
-    past = None if signal else _planes(shape, dtype)()
-    return Case(
-        'factored_trace.smooth',
-        dtype,
-        f'K={steps}, {shape}' + ', backwards from zero' * signal,
-        (_planes((steps, *shape), dtype)(), past),
-        lambda function: partial(function, decay=0.9, reverse=signal),
-    )
-
-
-def _factors() -> Iterator[Callable[[], Case]]:
-    for dtype in ('float32', 'bfloat16'):
-        yield partial(factored_trace, 2, STEPS, (8, LARGE), dtype)
-        yield partial(factored_trace, 2, 7, (3, 37), dtype)
-    for dtype in ('float32', 'bfloat16'):
-        yield partial(smooth, STEPS, (8, LARGE), dtype)
-        yield partial(smooth, STEPS, (8, LARGE), dtype, signal=True)
-        yield partial(smooth, 19, (33,), dtype)

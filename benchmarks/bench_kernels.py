@@ -3,7 +3,6 @@
 ``KERNELS`` is the registry: an op is one entry, ``name: (reference, formula, arguments)``.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -11,21 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from accelerators.rules import matmul_rules
 from braintrace_fast.benchmarking import Program
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.factored_trace import factored_trace
 from braintrace_fast.kernels.hidden_jacobian import hidden_jacobian
+from braintrace_fast.kernels.specs import TIMED
 from braintrace_fast.kernels.trace_carry import trace_carry
 from braintrace_fast.kernels.trace_step import trace_step
-from braintrace_fast.op.matmul import matmul_p
 
-STEPS, BATCH, INPUTS, SIZE = 50, 16, 256, 512
+STEPS = TIMED['trace_carry'].steps
 DECAY = 0.9
 
 
-def planes(*shape):
-    """Planes between 0 and 1, one per leading index."""
-    return jax.random.uniform(jax.random.key(len(shape)), shape)
+def arrays(name):
+    """Operands of an op between 0 and 1."""
+    return TIMED[name].arrays(np.random.default_rng(0), fractions=True)
+
+
+def three(D):
+    """The planes of :func:`sparse`, as one array."""
+    return jnp.stack([D[0][0], D[0][1], D[1][1]])
 
 
 def sparse(D):
@@ -39,8 +44,8 @@ def dense(D):
 
 
 def scan_by_planes(D, f, L):
-    found = adjoint_scan(sparse(D), [list(f)], list(L), carry=True)
-    return jnp.stack(found.nu), found.w[0], jnp.stack(found.u[0], 1)
+    adjoint = adjoint_scan(sparse(D), [list(f)], list(L), carry=True)
+    return jnp.stack(adjoint.nu), adjoint.w[0], jnp.stack(adjoint.u[0], 1)
 
 
 def scan_by_matrices(D, f, L):
@@ -58,13 +63,7 @@ def scan_by_matrices(D, f, L):
     return nu, w, u
 
 
-RULES = dataclasses.replace(
-    matmul_p.trace_rules,
-    **{
-        name: functools.partial(getattr(matmul_p.trace_rules, name), has_bias=False, precision=None)
-        for name in ('outer', 'outer_sum', 'decay', 'contract')
-    },
-)
+RULES = matmul_rules(has_bias=False, precision=None)
 
 
 def traces(e):
@@ -115,8 +114,8 @@ def jacobian_by_matrices(v, g, y):
 
     places = tuple(a.reshape(-1) for a in (v, g, y))
     D, f = jax.vmap(jax.jacrev(new, argnums=(0, 1)))(jnp.stack(places[:2], 1), places[2])
-    found = D[:, 0, 0], D[:, 0, 1], f[:, 0], D[:, 1, 1], f[:, 1]
-    return [plane.reshape(v.shape) for plane in found]
+    planes = D[:, 0, 0], D[:, 0, 1], f[:, 0], D[:, 1, 1], f[:, 1]
+    return [plane.reshape(v.shape) for plane in planes]
 
 
 def smoothed_by_planes(D, f, start):
@@ -132,41 +131,42 @@ def smoothed_by_matrices(D, f, start):
     return jax.lax.scan(body, start, (dense(D), jnp.moveaxis(f, 0, 1)))[1]
 
 
-WINDOW = (STEPS, BATCH, SIZE)
+def arguments_of_scan():
+    D, f, L, *_ = arrays('adjoint_scan')
+    return three(D), jnp.stack(f[0]), jnp.stack(L)
+
+
+def arguments_of_trace(name):
+    x, D, f, trace, signal = arrays(name)
+    planes = map(jnp.stack, (f, [e['weight'] for e in trace], signal))
+    return x, three(D), *planes
+
+
+def arguments_of_factors():
+    D, f, start = arrays('factored_trace')
+    return three(D), jnp.stack(f[0]), jnp.stack(start[0])
+
+
+def arguments_of_jacobian():
+    """Two states and an input."""
+    D, _, L, *_ = arrays('adjoint_scan')
+    return *L, D[0][0]
+
+
 KERNELS = {
-    'adjoint_scan': (
-        scan_by_planes,
-        scan_by_matrices,
-        lambda: (planes(3, *WINDOW), planes(2, *WINDOW), planes(2, *WINDOW)),
-    ),
+    'adjoint_scan': (scan_by_planes, scan_by_matrices, arguments_of_scan),
     'trace_carry': (
         carry_by_planes,
         carry_by_matrices,
-        lambda: (
-            planes(STEPS, BATCH, INPUTS),
-            planes(3, BATCH, SIZE),
-            planes(2, *WINDOW),
-            planes(2, BATCH, INPUTS, SIZE),
-            planes(2, BATCH, SIZE),
-        ),
+        functools.partial(arguments_of_trace, 'trace_carry'),
     ),
     'trace_step': (
         step_by_planes,
         step_by_matrices,
-        lambda: (
-            planes(BATCH, INPUTS),
-            planes(3, BATCH, SIZE),
-            planes(2, BATCH, SIZE),
-            planes(2, BATCH, INPUTS, SIZE),
-            planes(2, BATCH, SIZE),
-        ),
+        functools.partial(arguments_of_trace, 'trace_step'),
     ),
-    'hidden_jacobian': (jacobian_by_planes, jacobian_by_matrices, lambda: planes(3, *WINDOW)),
-    'factored_trace': (
-        smoothed_by_planes,
-        smoothed_by_matrices,
-        lambda: (planes(3, *WINDOW), planes(2, *WINDOW), planes(2, BATCH, SIZE)),
-    ),
+    'hidden_jacobian': (jacobian_by_planes, jacobian_by_matrices, arguments_of_jacobian),
+    'factored_trace': (smoothed_by_planes, smoothed_by_matrices, arguments_of_factors),
 }
 
 

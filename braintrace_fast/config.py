@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import jax
 
-from .kernels.dispatch import KERNELS, Backend
+from .kernels.dispatch import Backend, platforms
 
 __all__ = ['BACKENDS', 'check_backend', 'resolve_backend', 'set_backend', 'use_backend']
 
@@ -102,10 +102,10 @@ def _strict_environment() -> Strict:
 def _strict_platforms(strict: Strict, own: str) -> frozenset[str]:
     if isinstance(strict, bool):
         return frozenset({own} if strict else ())
-    unknown = {*strict} - {*KERNELS, 'cpu', 'interpret'}
+    unknown = {*strict} - {*platforms(), 'cpu', 'interpret'}
     if unknown:
         raise ValueError(
             f'strict names the platforms {sorted(unknown)}, which are not known; choose among '
-            f'{[*KERNELS]}, or True for the platform of this process.'
+            f'{platforms()}, or True for the platform of this process.'
         )
     return frozenset(strict)

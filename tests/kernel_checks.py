@@ -26,13 +26,39 @@ def assert_close(found, wanted, values):
     so that a kernel that accumulates in bfloat16 fails.
     """
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    leaves = [jax.tree.leaves(tree) for tree in (found, wanted, values)]
-    for a, b, value in zip(*leaves, strict=True):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert_rounded(found, values)
+
+
+def assert_rounded(found, values):
+    """Values as the exact ones, but for rounding."""
+    for a, value in zip(jax.tree.leaves(found), jax.tree.leaves(values), strict=True):
         scale = np.max(np.abs(value), initial=0.0)
         allowed = float(jnp.finfo(a.dtype).eps) * np.abs(value) + 1e-5 * scale
         error = np.abs(np.asarray(a, 'float64') - value)
         assert np.all(error <= allowed), np.max(error / (allowed + 1e-30))
+
+
+def as_planes(like, values):
+    """Dense values, as a naive definition gives them, in the structure of planes.
+
+    Where there is no plane, there must be nothing but zeros.
+    """
+    if like is None:
+        leaves = jax.tree.leaves(values)
+        assert not any(np.any(value) for value in leaves)
+        return None
+    if isinstance(like, dict):
+        return {name: as_planes(plane, values[name]) for name, plane in like.items()}
+    if isinstance(like, tuple | list):
+        return [as_planes(*pair) for pair in zip(like, values, strict=True)]
+    return values
+
+
+def assert_naive(found, values):
+    """Planes are as a naive definition in float64 says."""
+    assert_rounded(found, as_planes(found, values))
 
 
 @contextlib.contextmanager

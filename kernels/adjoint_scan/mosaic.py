@@ -3,19 +3,15 @@
 The layouts and the tile are those of :mod:`braintrace_fast.kernels.scan.mosaic`.
 """
 
-from collections.abc import Sequence
-
 import jax
 
 from ..dispatch import tpu_kind
-from ..planes import Plane
 from ..scan import mosaic
 from ..scan.window import window
-from .operands import as_scan, entry_points
+from .operands import AdjointOperands
+from .scanned import as_scan, entry_points
 
 __all__ = ['adjoint_scan', 'redundant', 'supports']
-
-Planes = Sequence[Plane]
 
 KEPT = {
     'TPU v4': 90 * 2**20,
@@ -34,15 +30,7 @@ keeps the state, but not the results: it clears them first and so writes them tw
 supports, adjoint_scan = entry_points(mosaic)
 
 
-def redundant(
-    D: Sequence[Planes],
-    f: Sequence[Planes],
-    L: Planes | None,
-    R: Planes | None,
-    carry: bool,
-    c: Planes | None = None,
-    within: Sequence[bool] | None = None,
-) -> str | None:
+def redundant(operands: AdjointOperands) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None.
 
     XLA computes the results of a step in one fusion and the new state in another, and reads twice
@@ -52,13 +40,13 @@ def redundant(
     of planes, drawn at random and compiled for each kind, found no exception; where none was tried,
     or they did not agree, the kernel is taken.
     """
-    kind, reading = tpu_kind(), sum(within or ())
+    D, L = operands.D, operands.L
+    kind, reading = tpu_kind(), sum(operands.within or ())
     few = len(D) == 1 and reading != 1 or len(D) == 2 and reading == 0
     lasting = all(row[s] is not None for s, row in enumerate(D))
     if kind not in KEPT or not (few and lasting and jax.tree.leaves(L)):
         return None
-    scan = window(as_scan(D, f, L, R, carry, c, within))
-    if mosaic.loop_bytes(scan) > KEPT[kind]:
+    if mosaic.loop_bytes(window(as_scan(operands))) > KEPT[kind]:
         return None
     room = f'one or two states and up to {KEPT[kind] >> 20} MiB of results'
     return f'XLA moves as few bytes on a {kind} for {room}'

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import tree
 
 from ..planes import Plane, add, closure, times, walk
+from .operands import AdjointOperands
 
-__all__ = ['Adjoint', 'adjoint_scan', 'recurrence']
+__all__ = ['Adjoint', 'adjoint_scan', 'recurrence', 'steps_of']
 
 Planes = Sequence[Plane]
 
@@ -36,40 +37,36 @@ class Adjoint(NamedTuple):
     u: tuple[tuple[Plane, ...], ...]
 
 
-def adjoint_scan(
-    D: Sequence[Planes],
-    f: Sequence[Planes],
-    L: Planes | None,
-    R: Planes | None,
-    carry: bool,
-    c: Planes | None = None,
-    within: Sequence[bool] | None = None,
-) -> Adjoint:
+def adjoint_scan(operands: AdjointOperands) -> Adjoint:
     """See :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan`."""
-    like = max(tree.leaves((D, f, L)), key=lambda plane: plane.size)
-    body, numbers = recurrence(D, L, R, carry, within)
+    leaves = tree.leaves((operands.D, operands.f, operands.L))
+    like = max(leaves, key=lambda plane: plane.size)
+    body, numbers = recurrence(operands)
     start = tree.map(lambda number: jnp.full_like(like, number, shape=like.shape[1:]), numbers)
-    (nu, P), (w, u) = walk(body, start, (D, f, L, R, c), reverse=True)
+    (nu, P), (w, u) = walk(body, start, steps_of(operands), reverse=True)
     return Adjoint(nu, w, P, u)
 
 
-def recurrence(
-    D: Sequence[Planes],
-    L: Planes | None,
-    R: Planes | None,
-    carry: bool,
-    within: Sequence[bool] | None = None,
-) -> tuple[Callable[[Any, Any], Any], Any]:
+def steps_of(operands: AdjointOperands) -> tuple[Any, ...]:
+    """What a step reads, ``(D, f, L, R, c)``, with all steps along the leading axis."""
+    return operands.D, operands.f, operands.L, operands.R, operands.c
+
+
+def recurrence(operands: AdjointOperands) -> tuple[Callable[[Any, Any], Any], Any]:
     """One step back, as ``lax.scan`` wants it, and ``nu`` and ``P`` before it.
 
     The step is from ``(nu, P)`` and ``(D, f, L, R, c)`` to ``(nu, P)`` and ``(w, u)``. The start
-    has a number per plane, None where the plane is structurally zero. Of ``D``, ``L`` and ``R``
-    only matters here what is None.
+    has a number per plane, None where the plane is structurally zero. Of the planes of all steps,
+    only which of them are None matters here.
     """
-    size = range(len(D))
-    pattern = [[plane is not None for plane in row] for row in D]
+    carry, within = operands.carry, operands.within
+    size = range(len(operands.D))
+    pattern = [[plane is not None for plane in row] for row in operands.D]
     reached = closure(pattern)
-    alive = [L is not None and _is_read(q, pattern, reached, L, R) for q in size]
+    alive = [
+        operands.L is not None and _is_read(q, pattern, reached, operands.L, operands.R)
+        for q in size
+    ]
 
     def body(state: Any, step: Any) -> Any:
         nu, P = state

@@ -8,6 +8,7 @@ import jax
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
 from ..planes import Plane, check_planes, check_shapes
+from .operands import FactoredOperands, SmoothOperands
 
 __all__ = ['factored_trace', 'smooth']
 
@@ -51,11 +52,8 @@ def smooth(
     """
     if left is not None and x.shape[1:] != left.shape:
         raise ValueError(f'smooth: x has shape {x.shape}, expected (steps, *{left.shape}).')
-
-    def bind(function: Any) -> Any:
-        return lambda x, left: function(x, left, decay, reverse)
-
-    return dispatch.run('factored_trace.smooth', backend, bind, x, left)
+    operands = SmoothOperands(x, left, decay, reverse)
+    return dispatch.run('factored_trace.smooth', backend, operands)
 
 
 def factored_trace(
@@ -91,8 +89,4 @@ def factored_trace(
     for planes, begin in zip(f, start, strict=True):
         check_planes('factored_trace', len(begin), D=D, f=planes)
     check_shapes('factored_trace', (D, f))
-
-    def bind(function: Any) -> Any:
-        return lambda D, f, start: function(D, f, start, decay)
-
-    return dispatch.run('factored_trace', backend, bind, D, f, start)
+    return dispatch.run('factored_trace', backend, FactoredOperands(D, f, start, decay))

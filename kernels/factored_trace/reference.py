@@ -1,33 +1,29 @@
 """The definition of ``factored_trace`` in plain JAX, which is also what runs without a kernel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..planes import Plane, add, times, walk
+from ..planes import add, times, walk
+from .operands import FactoredOperands, SmoothOperands
 
 __all__ = ['factored_trace', 'recurrence', 'smooth', 'smoothing']
 
 
-def smooth(
-    x: jax.Array, left: jax.Array | None, decay: float, reverse: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def smooth(operands: SmoothOperands) -> tuple[jax.Array, jax.Array]:
     """See :func:`braintrace_fast.kernels.factored_trace.smooth`."""
+    x, left = operands.x, operands.left
     start = jnp.zeros(x.shape[1:], x.dtype) if left is None else left
-    return lax.scan(smoothing(decay), start, x, reverse=reverse)
+    return lax.scan(smoothing(operands.decay), start, x, reverse=operands.reverse)
 
 
-def factored_trace(
-    D: Sequence[Sequence[Plane]],
-    f: Sequence[Sequence[Plane]],
-    start: Sequence[Sequence[jax.Array]],
-    decay: float,
-) -> tuple[Any, Any]:
+def factored_trace(operands: FactoredOperands) -> tuple[Any, Any]:
     """See :func:`braintrace_fast.kernels.factored_trace.factored_trace`."""
-    return walk(recurrence(decay), tuple(map(tuple, start)), (D, f))
+    start = tuple(map(tuple, operands.start))
+    return walk(recurrence(operands.decay), start, (operands.D, operands.f))
 
 
 def smoothing(decay: float) -> Callable[[Any, Any], Any]:

@@ -4,7 +4,7 @@ The layouts and the tile are those of :mod:`braintrace_fast.kernels.scan.triton`
 """
 
 from ..scan import triton
-from .operands import entry_points
+from .scanned import entry_points
 
 __all__ = ['factored_trace', 'smooth', 'supports', 'supports_smooth']
 

@@ -1,6 +1,5 @@
 """The checked entry point of ``hidden_jacobian``."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
 from ..planes import Plane
+from .operands import JacobianOperands
 
 __all__ = ['hidden_jacobian']
 
@@ -49,8 +49,5 @@ def hidden_jacobian(
             f'hidden_jacobian: there are constants for {len(constants)} states, expected '
             f'{len(transition.widths)}.'
         )
-
-    def bind(function: Any) -> Any:
-        return functools.partial(function, transition)
-
-    return dispatch.run('hidden_jacobian', backend, bind, constants, inputs)
+    operands = JacobianOperands(transition, constants, inputs)
+    return dispatch.run('hidden_jacobian', backend, operands)

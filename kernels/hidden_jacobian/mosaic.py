@@ -4,7 +4,6 @@ Arrays are ``(rows, columns)`` with the columns, the last axis of the positions,
 past an edge is read as it comes and never written: no position reads another.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .._pallas import result, split
 from ..planes import Plane
+from .operands import JacobianOperands
 from .program import evaluate, kind_of, program_of, reason
 from .tiling import as_rows
 
@@ -26,19 +26,17 @@ ARRAYS = BUFFERS // (2 * 4 * ROWS * LANES)
 """How many arrays there may be: two buffers of the smallest tile of each fit."""
 
 
-def redundant(transition: Any, constants: Any, inputs: Sequence[Any]) -> str | None:
+def redundant(operands: JacobianOperands) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None."""
-    states, ops = len(transition.widths), len(transition.shared)
+    states, ops = len(operands.transition.widths), len(operands.transition.shared)
     if states == 1 or (ops == 1 and states <= 3):
         return 'XLA moves as few bytes for one state, and for up to three that one op feeds'
     return None
 
 
-def supports(
-    transition: Any, constants: Sequence[Sequence[Any]], inputs: Sequence[Any]
-) -> str | None:
+def supports(operands: JacobianOperands) -> str | None:
     """Why there is no kernel for this transition, or None."""
-    return reason(transition, constants, inputs, 'mosaic', ARRAYS)
+    return reason(operands, 'mosaic', ARRAYS)
 
 
 def tile_of(rows: int, columns: int, arrays: int) -> tuple[int, int]:
@@ -49,15 +47,9 @@ def tile_of(rows: int, columns: int, arrays: int) -> tuple[int, int]:
     return min(rows, sublanes), lanes
 
 
-def hidden_jacobian(
-    transition: Any,
-    constants: Sequence[Sequence[jax.Array]],
-    inputs: Sequence[jax.Array],
-    *,
-    interpret: Any = False,
-) -> list[list[Plane]]:
+def hidden_jacobian(operands: JacobianOperands, *, interpret: Any = False) -> list[list[Plane]]:
     """See :func:`braintrace_fast.kernels.hidden_jacobian.hidden_jacobian`."""
-    program = program_of(transition, constants, inputs)
+    program = program_of(operands)
     kinds = [kind_of(a.shape, program.varshape) for a in program.operands]
     rows, columns = as_rows(program.varshape)
     dtypes = [v.aval.dtype for v in program.jaxpr.outvars]
@@ -69,10 +61,10 @@ def hidden_jacobian(
         'column': pl.BlockSpec((tile[0], 1), lambda i, j: (i, 0)),
         'full': pl.BlockSpec(tile, lambda i, j: (i, j)),
     }
-    operands = [a.reshape(shapes[k]) for a, k in zip(program.operands, kinds, strict=True)]
+    arrays = [a.reshape(shapes[k]) for a, k in zip(program.operands, kinds, strict=True)]
 
     def kernel(*refs: Any) -> None:
-        given, planes = split(refs, len(operands))
+        given, planes = split(refs, len(arrays))
         found = evaluate(program, 'mosaic', [ref[...] for ref in given])
         for ref, plane in zip(planes, found, strict=True):
             ref[...] = jnp.broadcast_to(plane, tile)
@@ -83,8 +75,8 @@ def hidden_jacobian(
         grid=(pl.cdiv(rows, tile[0]), pl.cdiv(columns, tile[1])),
         in_specs=[specs[kind] for kind in kinds],
         out_specs=[specs['full']] * len(dtypes),
-        out_shape=[result((rows, columns), dtype, operands) for dtype in dtypes],
+        out_shape=[result((rows, columns), dtype, arrays) for dtype in dtypes],
         compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel')),
         interpret=interpret,
-    )(*operands)
+    )(*arrays)
     return jax.tree.unflatten(program.structure, [p.reshape(program.varshape) for p in planes])

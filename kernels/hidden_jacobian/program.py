@@ -10,6 +10,7 @@ import numpy as np
 
 from ..expand import EXPANSIONS
 from . import reference
+from .operands import JacobianOperands
 
 __all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason']
 
@@ -64,14 +65,15 @@ class Program(NamedTuple):
         return kinds.count('full') + len(self.jaxpr.outvars)
 
 
-def program_of(transition: Any, constants: Any, inputs: Sequence[jax.Array]) -> Program:
+def program_of(operands: JacobianOperands) -> Program:
     """The derivatives of a transition, as :func:`reference.hidden_jacobian` takes them."""
+    leaves, tree = jax.tree.flatten(operands)
 
-    def planes(constants: Any, inputs: Any) -> Any:
-        return reference.hidden_jacobian(transition, constants, inputs)
+    def planes(*leaves: Any) -> Any:
+        return reference.hidden_jacobian(jax.tree.unflatten(tree, leaves))
 
-    closed, shapes = jax.make_jaxpr(planes, return_shape=True)(constants, inputs)
-    jaxpr, values = closed.jaxpr, (*closed.consts, *jax.tree.leaves((constants, inputs)))
+    closed, shapes = jax.make_jaxpr(planes, return_shape=True)(*leaves)
+    jaxpr, values = closed.jaxpr, (*closed.consts, *leaves)
     read = {v for eqn in _needed(jaxpr) for v in _variables(eqn.invars)} | _variables(jaxpr.outvars)
     by_value: dict[int, tuple[Any, list[Any]]] = {}
     for v, value in zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True):
@@ -82,7 +84,7 @@ def program_of(transition: Any, constants: Any, inputs: Sequence[jax.Array]) -> 
         tuple(value for value, _ in by_value.values()),
         tuple(tuple(variables) for _, variables in by_value.values()),
         jax.tree.structure(shapes),
-        tuple(inputs[0].shape),
+        tuple(operands.inputs[0].shape),
     )
 
 
@@ -101,21 +103,20 @@ def kind_of(shape: Sequence[int], varshape: Sequence[int]) -> str:
     return 'column' if tuple(shape) == (*varshape[:-1], 1) else 'other'
 
 
-def reason(
-    transition: Any, constants: Any, inputs: Sequence[Any], kind: str, most: int | None = None
-) -> str | None:
+def reason(operands: JacobianOperands, kind: str, most: int | None = None) -> str | None:
     """Why a kind of kernel, with room for ``most`` arrays, cannot take this transition, or None."""
+    transition = operands.transition
     if any(transition.widths):
         return 'a state holds several planes along an axis of its own'
     if any(transition.shared):
         return 'an op has fewer axes than the states that it feeds'
     if transition.forward_only:
         return 'the transition has a while loop'
-    if not inputs[0].size:
+    if not operands.inputs[0].size:
         return 'there are no positions'
     if not any(map(any, transition.pattern)):
         return 'all derivatives are zero'
-    program = program_of(transition, constants, inputs)
+    program = program_of(operands)
     for operand in program.operands:
         if operand.dtype.name not in (*FLOATS, *OTHERS):
             return f'an operand is of type {operand.dtype}'

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from ..planes import Plane
+from .operands import JacobianOperands
 
 __all__ = ['hidden_jacobian']
 
 
-def hidden_jacobian(
-    transition: Any, constants: Sequence[Sequence[jax.Array]], inputs: Sequence[jax.Array]
-) -> list[list[Plane]]:
+def hidden_jacobian(operands: JacobianOperands) -> list[list[Plane]]:
     """See :func:`braintrace_fast.kernels.hidden_jacobian.hidden_jacobian`."""
+    transition, constants, inputs = operands.transition, operands.constants, operands.inputs
     widths = (*transition.widths, *(0 for _ in transition.shared))
     columns = [
         list(_flatten(per_input, widths))

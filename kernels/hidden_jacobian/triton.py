@@ -5,7 +5,6 @@ per column, per row or in all are read as they are; without the first two, all p
 row. Lanes past the last column load ones and store nothing.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from .._pallas import result, split
 from ..planes import Plane
+from .operands import JacobianOperands
 from .program import evaluate, kind_of, program_of, reason
 from .tiling import as_rows
 
@@ -25,29 +25,22 @@ BLOCK = 128
 WARPS = 4
 
 
-def redundant(transition: Any, constants: Any, inputs: Sequence[Any]) -> str | None:
+def redundant(operands: JacobianOperands) -> str | None:
     """Why plain JAX moves as few bytes as the kernel."""
     return 'XLA moves as few bytes: it makes one pass of all derivatives too'
 
 
-def supports(
-    transition: Any, constants: Sequence[Sequence[Any]], inputs: Sequence[Any]
-) -> str | None:
+def supports(operands: JacobianOperands) -> str | None:
     """Why there is no kernel for this transition, or None."""
-    if inputs[0].size >= 2**31:
-        return f'there are {inputs[0].size} positions, and offsets have 32 bits'
-    return reason(transition, constants, inputs, 'triton')
+    size = operands.inputs[0].size
+    if size >= 2**31:
+        return f'there are {size} positions, and offsets have 32 bits'
+    return reason(operands, 'triton')
 
 
-def hidden_jacobian(
-    transition: Any,
-    constants: Sequence[Sequence[jax.Array]],
-    inputs: Sequence[jax.Array],
-    *,
-    interpret: bool = False,
-) -> list[list[Plane]]:
+def hidden_jacobian(operands: JacobianOperands, *, interpret: bool = False) -> list[list[Plane]]:
     """See :func:`braintrace_fast.kernels.hidden_jacobian.hidden_jacobian`."""
-    program = program_of(transition, constants, inputs)
+    program = program_of(operands)
     kinds = [kind_of(a.shape, program.varshape) for a in program.operands]
     rows, columns = as_rows(program.varshape, flat=not {'row', 'column'} & {*kinds})
     shapes = {'one': (1,), 'row': (columns,), 'column': (rows,), 'full': (rows, columns)}
@@ -57,11 +50,11 @@ def hidden_jacobian(
         'column': pl.BlockSpec((1,), lambda i, j: (i,)),
         'full': pl.BlockSpec((None, BLOCK), lambda i, j: (i, j)),
     }
-    operands = [a.reshape(shapes[k]) for a, k in zip(program.operands, kinds, strict=True)]
+    arrays = [a.reshape(shapes[k]) for a, k in zip(program.operands, kinds, strict=True)]
     dtypes = [v.aval.dtype for v in program.jaxpr.outvars]
 
     def kernel(*refs: Any) -> None:
-        given, planes = split(refs, len(operands))
+        given, planes = split(refs, len(arrays))
         inside = pl.program_id(1) * BLOCK + lax.iota(jnp.int32, BLOCK) < columns
         tiles = [
             ref[0] if kind in ('one', 'column') else plgpu.load(ref, mask=inside, other=1)
@@ -77,8 +70,8 @@ def hidden_jacobian(
         grid=(rows, pl.cdiv(columns, BLOCK)),
         in_specs=[specs[kind] for kind in kinds],
         out_specs=[specs['full']] * len(dtypes),
-        out_shape=[result((rows, columns), dtype, operands) for dtype in dtypes],
+        out_shape=[result((rows, columns), dtype, arrays) for dtype in dtypes],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
-    )(*operands)
+    )(*arrays)
     return jax.tree.unflatten(program.structure, [p.reshape(program.varshape) for p in planes])

@@ -8,6 +8,7 @@ it is left out of every sum, and never written.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .._pallas import result
 from ..planes import add
 from ..rounding import stochastic
-from .operands import Operands, Pass, dot
+from .passes import Arrays, Blocks, Pass, call_arguments, dot
 
 __all__ = ['Tile', 'choose_tile', 'launch', 'supports', 'vmem_bytes']
 
@@ -71,7 +71,7 @@ def vmem_bytes(todo: Pass, tile: Tile) -> int:
         padded = pl.cdiv(rows, packed) * packed * pl.cdiv(lanes, LANES) * LANES
         return math.prod(lead) * padded * dtype.itemsize
 
-    given, float32 = todo.operands, jnp.dtype('float32')
+    given, float32 = todo.arrays, jnp.dtype('float32')
     plane, steps = (tile.batch, tile.inputs, tile.outputs), (tile.steps, tile.batch)
     blocks = [block(t, *plane) for t in todo.written.values()]
     blocks += [block(a.dtype, *plane) for a in given.trace.values()]
@@ -102,65 +102,72 @@ def supports(todo: Pass) -> str | None:
 def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, jax.Array], Any]:
     """The new planes, and what the signal reads, by a Mosaic kernel."""
     tile = choose_tile(todo)
-    batch, inputs, outputs = todo.batch, todo.inputs, todo.outputs
     row = pl.BlockSpec((tile.batch, tile.outputs), lambda o, i, b, c: (b, o))
-    plane = pl.BlockSpec((tile.batch, tile.inputs, tile.outputs), lambda o, i, b, c: (b, i, o))
     rows, columns = row, pl.BlockSpec((tile.batch, tile.inputs), lambda o, i, b, c: (b, i))
     if todo.window:
         rows = pl.BlockSpec((tile.steps, tile.batch, tile.outputs), lambda o, i, b, c: (c, b, o))
         columns = pl.BlockSpec((tile.steps, tile.batch, tile.inputs), lambda o, i, b, c: (c, b, i))
-    given = todo.operands
-    if given.live is not None:  # a kernel cannot read a flag
-        given = given._replace(live=given.live.astype(jnp.float32))
-    leaves = jax.tree.leaves(given)
-    scratch: list[Any] = [
-        dict.fromkeys(
-            _narrow(todo), pltpu.VMEM((tile.batch, tile.inputs, tile.outputs), jnp.float32)
-        ),
-        pltpu.VMEM((tile.inputs, tile.outputs), jnp.float32) if given.signal else None,
-    ]
+    blocks = Blocks(
+        row,
+        rows,
+        columns,
+        pl.BlockSpec((tile.batch, tile.inputs, tile.outputs), lambda o, i, b, c: (b, i, o)),
+        pl.BlockSpec((tile.inputs, tile.outputs), lambda o, i, b, c: (i, o)),
+        number=lambda a: pl.BlockSpec(memory_space=pltpu.SMEM),
+    )
+    arrays = todo.arrays
+    if arrays.live is not None:  # a kernel cannot read a flag
+        arrays = arrays._replace(live=arrays.live.astype(jnp.float32))
+    sums = pltpu.VMEM((tile.batch, tile.inputs, tile.outputs), jnp.float32)
+    total = pltpu.VMEM((tile.inputs, tile.outputs), jnp.float32) if arrays.signal else None
+    scratch: Any = [dict.fromkeys(_narrow(todo), sums), total]
     new, read = pl.pallas_call(
-        lambda *refs: _kernel(todo, tile, Operands(*refs[:-4]), *refs[-4:]),
+        lambda *refs: _kernel(todo, tile, Arrays(*refs[:-4]), *refs[-4:]),
         name=name,
         grid=(
-            pl.cdiv(outputs, tile.outputs),
-            pl.cdiv(inputs, tile.inputs),
-            pl.cdiv(batch, tile.batch),
+            pl.cdiv(todo.outputs, tile.outputs),
+            pl.cdiv(todo.inputs, tile.inputs),
+            pl.cdiv(todo.batch, tile.batch),
             pl.cdiv(todo.steps, tile.steps),
         ),
-        in_specs=[
-            None if given.x is None else columns,
-            dict.fromkeys(given.decay, row),
-            dict.fromkeys(given.fresh, rows),
-            dict.fromkeys(given.signal, row),
-            dict.fromkeys(given.trace, plane),
-            None if given.w is None else rows,
-            *(None if a is None else pl.BlockSpec(memory_space=pltpu.SMEM) for a in given[-2:]),
-        ],
-        out_specs=(
-            dict.fromkeys(todo.written, plane),
-            pl.BlockSpec((tile.inputs, tile.outputs), lambda o, i, b, c: (i, o))
-            if given.signal
-            else None,
-        ),
-        out_shape=(
-            {s: result((batch, inputs, outputs), t, leaves) for s, t in todo.written.items()},
-            result((inputs, outputs), todo.read, leaves) if given.signal else None,
-        ),
+        **call_arguments(todo, arrays, blocks),
         scratch_shapes=scratch,
-        input_output_aliases=todo.aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'parallel', 'arbitrary', 'arbitrary')
         ),
         interpret=interpret,
-    )(*given)
+    )(*arrays)
     return new, read
+
+
+class _Cell(NamedTuple):
+    """What a grid cell works on.
+
+    ``outputs``, ``inputs`` and ``examples`` are its place in the grid, ``first`` is the number of
+    its first example; ``new`` are the planes that it writes, ``narrow`` are sums in scratch of
+    those that cannot be summed up in place, and ``total`` is the gradient so far.
+    """
+
+    todo: Pass
+    tile: Tile
+    refs: Arrays
+    new: dict[int, Any]
+    narrow: dict[int, Any]
+    total: Any
+    outputs: Any
+    inputs: Any
+    examples: Any
+    first: Any
+
+    def inside(self, b: int) -> Any:
+        """Whether there is an example ``b`` in this tile of the batch."""
+        return self.todo.batch % self.tile.batch == 0 or self.first + b < self.todo.batch
 
 
 def _kernel(
     todo: Pass,
     tile: Tile,
-    refs: Operands,
+    refs: Arrays,
     new: dict[int, Any],
     read: Any,
     narrow: dict[int, Any],
@@ -168,74 +175,20 @@ def _kernel(
 ) -> None:
     outputs, inputs, examples, chunk = map(pl.program_id, range(4))
     first = examples * tile.batch
-    sums = new | narrow
-
-    def load(ref: Any) -> jax.Array:
-        return ref[...].astype(jnp.float32)
-
-    def store(s: int, b: int, value: Any) -> None:
-        if refs.keys is not None and new[s].dtype == jnp.bfloat16:
-            value = stochastic(
-                value, refs.keys[0, s], _places(todo, tile, inputs, outputs, first + b)
-            )
-        new[s][b] = value.astype(new[s].dtype)
-
-    def inside(b: int) -> Any:
-        return todo.batch % tile.batch == 0 or first + b < todo.batch
-
-    def enter() -> None:
-        """Read the old planes, example by example, and decay them."""
-        decay, signal = jax.tree.map(load, (refs.decay, refs.signal))
-        live = True if refs.live is None else refs.live[0, 0] != 0
-        if refs.x is not None and not todo.window:
-            columns = load(refs.x).T
-            fresh, w = jax.tree.map(load, (refs.fresh, refs.w))
-        zero = jnp.zeros((tile.inputs, tile.outputs), jnp.float32)
-        gradient = zero
-        for b in range(tile.batch):
-            here = slice(b, b + 1)
-            old = {q: _if(live, ref[b].astype(jnp.float32)) for q, ref in refs.trace.items()}
-            part = add(plane[here] * old[q] for q, plane in signal.items())
-            if refs.w is not None and not todo.window:
-                part = add([part, columns[:, here] * w[here]])
-            if part is not None:
-                gradient += _if(inside(b), part)
-            for s in new:
-                value = add(plane[here] * old[q] for (p, q), plane in decay.items() if p == s)
-                if todo.window:
-                    sums[s][b] = zero if value is None else value
-                elif s in refs.fresh:
-                    store(s, b, add([value, columns[:, here] * fresh[s][here]]))
-                else:
-                    store(s, b, value)
-        if refs.signal:
-            total[...] = gradient + _if(examples > 0, total[...])
+    cell = _Cell(todo, tile, refs, new, narrow, total, outputs, inputs, examples, first)
 
     def leave() -> None:
         read[...] = total[...].astype(read.dtype)
 
     is_last = first + tile.batch >= todo.batch
     if not todo.window:
-        enter()
+        _enter(cell)
         if refs.signal:
             pl.when(is_last)(leave)
         return
-    pl.when(chunk == 0)(enter)
+    pl.when(chunk == 0)(partial(_enter, cell))
     left = todo.steps - chunk * tile.steps
-
-    def steps_of(ref: Any, b: int) -> jax.Array:
-        value = ref[:, b, :]
-        step = lax.broadcasted_iota(jnp.int32, value.shape, 0)
-        return _if(todo.steps % tile.steps == 0 or step < left, value)
-
-    for b in range(tile.batch):
-        if refs.x is not None:
-            x = steps_of(refs.x, b)
-        for s, ref in refs.fresh.items():
-            sums[s][b] += dot(x, steps_of(ref, b))
-        if refs.w is not None:
-            total[...] += _if(inside(b), dot(x, steps_of(refs.w, b)))
-
+    _add_steps(cell, left)
     if refs.signal:
         pl.when(is_last & (left <= tile.steps))(leave)
 
@@ -243,16 +196,77 @@ def _kernel(
     def _() -> None:
         for s, ref in narrow.items():
             for b in range(tile.batch):
-                store(s, b, ref[b])
+                _store(cell, s, b, ref[b])
+
+
+def _enter(cell: _Cell) -> None:
+    """Read the old planes, example by example, and decay them; of a single step, add it too."""
+    refs, window = cell.refs, cell.todo.window
+    decay, signal = jax.tree.map(_load, (refs.decay, refs.signal))
+    live = True if refs.live is None else refs.live[0, 0] != 0
+    if refs.x is not None and not window:
+        columns = _load(refs.x).T
+        fresh, w = jax.tree.map(_load, (refs.fresh, refs.w))
+    zero = jnp.zeros((cell.tile.inputs, cell.tile.outputs), jnp.float32)
+    gradient, sums = zero, cell.new | cell.narrow
+    for b in range(cell.tile.batch):
+        here = slice(b, b + 1)
+        old = {q: _if(live, ref[b].astype(jnp.float32)) for q, ref in refs.trace.items()}
+        part = add(plane[here] * old[q] for q, plane in signal.items())
+        if refs.w is not None and not window:
+            part = add([part, columns[:, here] * w[here]])
+        if part is not None:
+            gradient += _if(cell.inside(b), part)
+        for s in cell.new:
+            value = add(plane[here] * old[q] for (p, q), plane in decay.items() if p == s)
+            if window:
+                sums[s][b] = zero if value is None else value
+            elif s in refs.fresh:
+                _store(cell, s, b, add([value, columns[:, here] * fresh[s][here]]))
+            else:
+                _store(cell, s, b, value)
+    if refs.signal:
+        cell.total[...] = gradient + _if(cell.examples > 0, cell.total[...])
+
+
+def _add_steps(cell: _Cell, left: Any) -> None:
+    """Add the products of a chunk of steps, of which ``left`` are in the window."""
+    refs, todo, sums = cell.refs, cell.todo, cell.new | cell.narrow
+
+    def steps_of(ref: Any, b: int) -> jax.Array:
+        value = ref[:, b, :]
+        step = lax.broadcasted_iota(jnp.int32, value.shape, 0)
+        return _if(todo.steps % cell.tile.steps == 0 or step < left, value)
+
+    for b in range(cell.tile.batch):
+        if refs.x is not None:
+            x = steps_of(refs.x, b)
+        for s, ref in refs.fresh.items():
+            sums[s][b] += dot(x, steps_of(ref, b))
+        if refs.w is not None:
+            cell.total[...] += _if(cell.inside(b), dot(x, steps_of(refs.w, b)))
+
+
+def _load(ref: Any) -> jax.Array:
+    return ref[...].astype(jnp.float32)
+
+
+def _store(cell: _Cell, s: int, b: int, value: Any) -> None:
+    """Write an example of a plane, rounded stochastically if there are keys."""
+    ref, keys = cell.new[s], cell.refs.keys
+    if keys is not None and ref.dtype == jnp.bfloat16:
+        value = stochastic(value, keys[0, s], _places(cell, b))
+    ref[b] = value.astype(ref.dtype)
 
 
 def _if(inside: Any, value: jax.Array) -> jax.Array:
     return value if inside is True else jnp.where(inside, value, jnp.zeros_like(value))
 
 
-def _places(todo: Pass, tile: Tile, inputs: Any, outputs: Any, example: Any) -> jax.Array:
-    """Where the elements of a tile of one example are in their plane."""
+def _places(cell: _Cell, b: int) -> jax.Array:
+    """Where the elements of the tile of example ``b`` are in their plane."""
+    todo, tile, example = cell.todo, cell.tile, cell.first + b
     shape = (tile.inputs, tile.outputs)
-    i = inputs * tile.inputs + lax.broadcasted_iota(jnp.int32, shape, 0)
-    o = outputs * tile.outputs + lax.broadcasted_iota(jnp.int32, shape, 1)
+    i = cell.inputs * tile.inputs + lax.broadcasted_iota(jnp.int32, shape, 0)
+    o = cell.outputs * tile.outputs + lax.broadcasted_iota(jnp.int32, shape, 1)
     return ((example * todo.inputs + i) * todo.outputs + o).astype(jnp.uint32)

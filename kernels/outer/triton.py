@@ -14,10 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from .._pallas import result
 from ..planes import add
 from ..rounding import stochastic
-from .operands import Operands, Pass, dot
+from .passes import Arrays, Blocks, Pass, call_arguments, dot
 
 __all__ = ['Tile', 'choose_tile', 'launch', 'supports']
 
@@ -45,7 +44,7 @@ def choose_tile(todo: Pass) -> Tile:
         many = converts and len(todo.written) > 5
         least, most, num_warps = 16, (16 if many else 32, 64 if few else 32), 8
     else:
-        light = few and todo.operands.keys is None  # drawing random bits takes registers too
+        light = few and todo.arrays.keys is None  # drawing random bits takes registers too
         least, most, num_warps = 1, (16 if few else 8, 64), 4 if light else 8
     inputs, outputs = (
         min(limit, max(least, pl.next_power_of_2(size)))
@@ -56,7 +55,7 @@ def choose_tile(todo: Pass) -> Tile:
 
 def supports(todo: Pass) -> str | None:
     """Why there is no kernel for this pass, or None."""
-    given = todo.operands
+    given = todo.arrays
     rows = len(given.decay) + len(given.fresh) + len(given.signal) + (given.w is not None)
     if rows > ROWS:
         return f'it takes {rows} planes per tile, and registers hold {ROWS}'
@@ -67,97 +66,67 @@ def supports(todo: Pass) -> str | None:
 
 def launch(todo: Pass, *, name: str, interpret: bool = False) -> tuple[dict[int, jax.Array], Any]:
     """The new planes, and what the signal reads, by a Triton kernel."""
-    tile = choose_tile(todo)
-    batch, inputs, outputs = todo.batch, todo.inputs, todo.outputs
+    tile, batch = choose_tile(todo), todo.batch
     time = (todo.steps,) if todo.window else ()
     zeros = (0,) * (len(time) + 1)
-    row = pl.BlockSpec((batch, tile.outputs), lambda i, o: (0, o))
-    plane = pl.BlockSpec((batch, tile.inputs, tile.outputs), lambda i, o: (0, i, o))
-    rows = pl.BlockSpec((*time, batch, tile.outputs), lambda i, o: (*zeros, o))
-    columns = pl.BlockSpec((*time, batch, tile.inputs), lambda i, o: (*zeros, i))
-    given = todo.operands
-    leaves = jax.tree.leaves(given)
+    blocks = Blocks(
+        row=pl.BlockSpec((batch, tile.outputs), lambda i, o: (0, o)),
+        rows=pl.BlockSpec((*time, batch, tile.outputs), lambda i, o: (*zeros, o)),
+        columns=pl.BlockSpec((*time, batch, tile.inputs), lambda i, o: (*zeros, i)),
+        plane=pl.BlockSpec((batch, tile.inputs, tile.outputs), lambda i, o: (0, i, o)),
+        weights=pl.BlockSpec((tile.inputs, tile.outputs), lambda i, o: (i, o)),
+        number=lambda a: pl.BlockSpec(a.shape, lambda i, o: (0, 0)),
+    )
     new, read = pl.pallas_call(
-        lambda *refs: _kernel(todo, tile, Operands(*refs[:-2]), *refs[-2:]),
+        lambda *refs: _kernel(todo, tile, Arrays(*refs[:-2]), *refs[-2:]),
         name=name,
-        grid=(pl.cdiv(inputs, tile.inputs), pl.cdiv(outputs, tile.outputs)),
-        in_specs=[
-            None if given.x is None else columns,
-            dict.fromkeys(given.decay, row),
-            dict.fromkeys(given.fresh, rows),
-            dict.fromkeys(given.signal, row),
-            dict.fromkeys(given.trace, plane),
-            None if given.w is None else rows,
-            None if given.keys is None else pl.BlockSpec(given.keys.shape, lambda i, o: (0, 0)),
-            None if given.live is None else pl.BlockSpec((1, 1), lambda i, o: (0, 0)),
-        ],
-        out_specs=(
-            dict.fromkeys(todo.written, plane),
-            pl.BlockSpec((tile.inputs, tile.outputs), lambda i, o: (i, o))
-            if given.signal
-            else None,
-        ),
-        out_shape=(
-            {s: result((batch, inputs, outputs), t, leaves) for s, t in todo.written.items()},
-            result((inputs, outputs), todo.read, leaves) if given.signal else None,
-        ),
-        input_output_aliases=todo.aliases,
+        grid=(pl.cdiv(todo.inputs, tile.inputs), pl.cdiv(todo.outputs, tile.outputs)),
+        **call_arguments(todo, todo.arrays, blocks),
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,
-    )(*given)
+    )(*todo.arrays)
     return new, read
 
 
-def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: Any) -> None:
+class _Program(NamedTuple):
+    """What a program works on: ``i`` and ``o`` number the inputs and outputs of its tile."""
+
+    todo: Pass
+    tile: Tile
+    refs: Arrays
+    i: jax.Array
+    o: jax.Array
+
+    def row(self, ref: Any, b: Any) -> jax.Array:
+        """The tile of a plane at example ``b``."""
+        return _load(ref.at[b], self.o < self.todo.outputs)[None, :]
+
+
+def _load(ref: Any, mask: jax.Array) -> jax.Array:
+    return plgpu.load(ref, mask=mask, other=0.0).astype(jnp.float32)
+
+
+def _kernel(todo: Pass, tile: Tile, refs: Arrays, new: dict[int, Any], read: Any) -> None:
     first = pl.program_id(0) * tile.inputs, pl.program_id(1) * tile.outputs
     i = first[0] + lax.iota(jnp.int32, tile.inputs)
     o = first[1] + lax.iota(jnp.int32, tile.outputs)
     both = (i < todo.inputs)[:, None] & (o < todo.outputs)[None, :]
-
-    def load(ref: Any, mask: jax.Array) -> jax.Array:
-        return plgpu.load(ref, mask=mask, other=0.0).astype(jnp.float32)
-
-    def row(ref: Any, b: Any) -> jax.Array:
-        return load(ref.at[b], o < todo.outputs)[None, :]
-
     # What is not live is not loaded: a product would keep its NaNs.
     live = both if refs.live is None else both & refs.live[0, 0]
     multiplied = refs.fresh if refs.w is None else {**refs.fresh, GRADIENT: refs.w}
-
-    def step(b: Any, planes: dict[int, Any]) -> dict[int, Any]:
-        """Add ``f[s] (x) x``."""
-        x = load(refs.x.at[b], i < todo.inputs)[:, None]
-        return {s: add([planes[s], x * row(ref, b)]) for s, ref in multiplied.items()}
-
-    def window(b: Any, planes: dict[int, Any]) -> dict[int, Any]:
-        """Add ``sum_t u_t[s] (x) x_t``, some steps at a time."""
-
-        def chunk(c: Any, sums: dict[int, jax.Array]) -> dict[int, jax.Array]:
-            steps = pl.ds(c * tile.steps, tile.steps)
-            inside = (c * tile.steps + lax.iota(jnp.int32, tile.steps) < todo.steps)[:, None]
-            x = plgpu.load(refs.x.at[steps, b], mask=inside & (i < todo.inputs)[None, :], other=0.0)
-            mask = inside & (o < todo.outputs)[None, :]
-            return {
-                s: sums[s] + dot(x, plgpu.load(ref.at[steps, b], mask=mask, other=0.0))
-                for s, ref in multiplied.items()
-            }
-
-        zero = jnp.zeros((tile.inputs, tile.outputs), jnp.float32)
-        sums = {s: zero if planes[s] is None else planes[s] for s in multiplied}
-        chunks = pl.cdiv(todo.steps, tile.steps)
-        return lax.fori_loop(0, chunks, chunk, sums)
+    program = _Program(todo, tile, refs, i, o)
 
     def example(b: Any, total: Any) -> Any:
-        old = {q: load(ref.at[b], live) for q, ref in refs.trace.items()}
+        old = {q: _load(ref.at[b], live) for q, ref in refs.trace.items()}
         for q, ref in refs.signal.items():
-            total = total + row(ref, b) * old[q]
+            total = total + program.row(ref, b) * old[q]
         planes: dict[int, Any] = {
-            s: add(row(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
+            s: add(program.row(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
             for s in new
         }
         planes[GRADIENT] = total
         if multiplied:
-            planes |= (window if todo.window else step)(b, planes)
+            planes |= (_add_window if todo.window else _add_step)(program, multiplied, b, planes)
         for s, ref in new.items():
             value = planes[s]
             if refs.keys is not None and ref.dtype == jnp.bfloat16:
@@ -170,3 +139,33 @@ def _kernel(todo: Pass, tile: Tile, refs: Operands, new: dict[int, Any], read: A
     total = lax.fori_loop(0, todo.batch, example, start)
     if refs.signal:
         plgpu.store(read, total.astype(read.dtype), mask=both)
+
+
+def _add_step(
+    program: _Program, multiplied: dict[int, Any], b: Any, planes: dict[int, Any]
+) -> dict[int, Any]:
+    """Add ``f[s] (x) x``."""
+    x = _load(program.refs.x.at[b], program.i < program.todo.inputs)[:, None]
+    return {s: add([planes[s], x * program.row(ref, b)]) for s, ref in multiplied.items()}
+
+
+def _add_window(
+    program: _Program, multiplied: dict[int, Any], b: Any, planes: dict[int, Any]
+) -> dict[int, Any]:
+    """Add ``sum_t u_t[s] (x) x_t``, some steps at a time."""
+    todo, tile = program.todo, program.tile
+
+    def chunk(c: Any, sums: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        steps = pl.ds(c * tile.steps, tile.steps)
+        inside = (c * tile.steps + lax.iota(jnp.int32, tile.steps) < todo.steps)[:, None]
+        mask = inside & (program.i < todo.inputs)[None, :]
+        x = plgpu.load(program.refs.x.at[steps, b], mask=mask, other=0.0)
+        mask = inside & (program.o < todo.outputs)[None, :]
+        return {
+            s: sums[s] + dot(x, plgpu.load(ref.at[steps, b], mask=mask, other=0.0))
+            for s, ref in multiplied.items()
+        }
+
+    zero = jnp.zeros((tile.inputs, tile.outputs), jnp.float32)
+    sums = {s: zero if planes[s] is None else planes[s] for s in multiplied}
+    return lax.fori_loop(0, pl.cdiv(todo.steps, tile.steps), chunk, sums)

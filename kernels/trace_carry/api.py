@@ -8,6 +8,7 @@ import jax
 
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
+from ..outer.operands import TraceOperands
 from ..planes import Plane, check_planes
 from ..trace_step import trace_step
 from . import blocked
@@ -15,6 +16,7 @@ from . import blocked
 __all__ = ['trace_carry']
 
 
+# The signature repeats that of `trace_step`: a window of one step is one.
 def trace_carry(
     rules: Any,
     x: jax.Array | None,
@@ -37,52 +39,31 @@ def trace_carry(
 
     Parameters
     ----------
-    rules : object with ``decay``, ``outer_sum`` and ``contract``
-        The op's trace rules.
+    rules, trace, signal, seed, live, total, backend
+        As :func:`braintrace_fast.kernels.trace_step.trace_step` takes them, with the rule
+        ``outer_sum`` in place of ``outer``; the trace and the signal are those at the entry.
     x : array or None
         The op's inputs, of shape ``(K, ...)``; None for an op of weights alone.
     P : sequence of sequence of array or None
         How the group's exit depends on its entry, as ``adjoint_scan`` gives it.
     u : sequence of array or None
         Per plane, how the exit depends on the op's output at each step.
-    trace : sequence
-        The trace at the entry, per plane; None for planes that are not kept.
-    signal : sequence of array or None, optional
-        What the loss says of the states at the entry, per plane.
-    seed : int array, optional
-        Rounds what is stored in bfloat16 up or down at random, with the right mean: one number for
-        each time that a trace is written.
-    live : bool array, optional
-        A flag; if it is not set, the old trace counts as zero, whatever it holds.
     w : array, optional
-        What the loss says of the op's output at each step, counted with what the signal reads.
-    total : dict, optional
-        The weights' gradient by ``w`` and ``x``, given with ``w``. A kernel makes the weight's
-        itself, so that nobody else has to.
+        The cotangent of the op's output at each step, which is counted with what the signal reads.
     overwrite : bool
-        Whether nobody wants the old trace any more. If somebody does, such as the caller of a
+        Whether nobody needs the old trace any more. If somebody does, such as the caller of a
         compiled function that takes it as an argument, it would have to be copied first.
-    backend : Backend
-        What to run it with.
 
     Returns
     -------
-    trace : tuple
-        Per plane, the trace at the exit in the type of the old; None if it is not kept.
-    read : dict or None
-        What the signal reads, shaped like the weights, and ``total``, of whose entries it has no
-        more; None if there is neither.
+    tuple
+        The trace at the exit and what is read, as of ``trace_step``.
     """
     check_planes('trace_carry', len(trace), P=P, u=u, signal=signal)
     if x is not None and len(x) == 1:
-        f = [None if p is None else p[0] for p in u]
-        now = None if w is None else w[0]
+        f, now = jax.tree.map(lambda a: a[0], (u, w))
         options: Any = dict(seed=seed, live=live, w=now, total=total, backend=backend)
         return trace_step(rules, x[0], P, f, trace, signal, **options)
-
-    def bind(function: Any) -> Any:
-        return functools.partial(function, rules)
-
-    on_cpu = functools.partial(blocked.trace_carry, rules, overwrite=overwrite)
-    operands = x, P, u, trace, signal, seed, live, w, total
-    return dispatch.run('trace_carry', backend, bind, *operands, cpu=on_cpu)
+    operands = TraceOperands(rules, x, P, u, trace, signal, seed, live, w, total)
+    on_cpu = functools.partial(blocked.trace_carry, overwrite=overwrite)
+    return dispatch.run('trace_carry', backend, operands, cpu=on_cpu)

@@ -4,48 +4,38 @@ In place, what an example needs is copied out of the trace before the example be
 back: XLA then sees that nothing else reads the trace while it is written, and does not copy it.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..planes import Plane, PyTree, add_read
+from ..outer.operands import TraceOperands
+from ..planes import PyTree, add_read
 from . import reference
 
 __all__ = ['trace_carry']
 
 
-def trace_carry(
-    rules: Any,
-    x: jax.Array | None,
-    P: Sequence[Sequence[Plane]],
-    u: Sequence[Plane],
-    trace: Sequence[Any],
-    signal: Sequence[Plane] | None,
-    seed: Any = None,
-    live: Any = None,
-    w: Plane = None,
-    total: Any = None,
-    *,
-    overwrite: bool = True,
-) -> tuple[tuple[Any, ...], Any]:
+def trace_carry(operands: TraceOperands, *, overwrite: bool = True) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
     With a ``seed``, the reference runs: what it draws depends on the place in the whole batch. So
     it does for an empty batch, which has no first example.
     """
+    x, P, u, signal = operands.x, operands.decay, operands.fresh, operands.signal
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
-    plain = seed is not None or not rules.is_outer
+    plain = operands.seed is not None or not operands.rules.is_outer
     if plain or x is None or x.ndim < 3 or not x.size or shapes != {x.shape[1:-1]}:
-        return reference.trace_carry(rules, x, P, u, trace, signal, seed, live, w, total)
+        return reference.trace_carry(operands)
     last = x.shape[1] - 1
 
     def one(example: Any, old: Any) -> Any:
         own_x, own_u = _at((x, u), example, axis=1)
         own_P, own_signal = _at((P, signal), example)
-        return reference.trace_carry(rules, own_x, own_P, own_u, old, own_signal, live=live)
+        own = TraceOperands(operands.rules, own_x, own_P, own_u, old, own_signal)
+        return reference.trace_carry(replace(own, live=operands.live))
 
     def body(example: Any, carry: Any) -> Any:
         new, old, read = carry
@@ -54,9 +44,9 @@ def trace_carry(
         new = jax.tree.map(lambda a, b: _put(a, b, example), new, values)
         return new, old if old is None else _at(new, jnp.minimum(example + 1, last)), read
 
-    given = tuple(trace)
+    given = tuple(operands.trace)
     first = _at(given, 0)
-    read = _start(total, jax.eval_shape(one, 0, first)[1])
+    read = _start(operands.total, jax.eval_shape(one, 0, first)[1])
     start = (given, first, read)
     if not overwrite:
         # Room to write to: XLA would make one array of equal numbers, and copy it.
@@ -82,7 +72,7 @@ def _put(a: jax.Array, value: jax.Array, example: Any) -> jax.Array:
 
 def _at(tree: PyTree, example: Any, axis: int = 0) -> PyTree:
     def part(a: jax.Array) -> jax.Array:
-        found = lax.dynamic_slice_in_dim(a, example, 1, axis, allow_negative_indices=False)
-        return lax.squeeze(found, (axis,))
+        own = lax.dynamic_slice_in_dim(a, example, 1, axis, allow_negative_indices=False)
+        return lax.squeeze(own, (axis,))
 
     return jax.tree.map(part, tree)

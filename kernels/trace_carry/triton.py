@@ -4,7 +4,7 @@ The layouts and the tile are those of :mod:`braintrace_fast.kernels.outer.triton
 """
 
 from ..outer import triton
-from ..outer.operands import entry_points
+from ..outer.passes import entry_points
 from . import reference
 
 __all__ = ['supports', 'trace_carry']

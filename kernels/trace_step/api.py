@@ -1,6 +1,5 @@
 """The checked entry point of ``trace_step``."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
+from ..outer.operands import TraceOperands
 from ..planes import Plane, check_planes
 
 __all__ = ['trace_step']
@@ -44,17 +44,17 @@ def trace_step(
     trace : sequence
         The trace before the step, per plane; None for planes that are not kept.
     signal : sequence of array or None, optional
-        What the loss says of the states before the step, per plane.
+        The cotangent of the states before the step, per plane.
     seed : int array, optional
-        Rounds what is stored in bfloat16 up or down at random, with the right mean: one number for
-        each time that a trace is written.
+        Rounds what is stored in bfloat16 up or down at random, with the right mean. Each time that
+        a trace is written takes another one.
     live : bool array, optional
         A flag; if it is not set, the old trace counts as zero, whatever it holds.
     w : array, optional
-        What the loss says of the op's output, counted with what the signal reads.
+        The cotangent of the op's output, whose product with ``x`` is added to what is read.
     total : dict, optional
-        The weights' gradient by ``w`` and ``x``, given with ``w``. A kernel makes the weight's
-        itself, so that nobody else has to.
+        That product, shaped like the weights, given with ``w``. A kernel computes the weight's
+        entry itself, so that XLA can drop it.
     backend : Backend
         What to run it with.
 
@@ -63,12 +63,9 @@ def trace_step(
     trace : tuple
         Per plane, the trace after the step in the type of the old; None if it is not kept.
     read : dict or None
-        What the signal reads, shaped like the weights, and ``total``, of whose entries it has no
-        more; None if there is neither.
+        What the signal reads plus ``total``, shaped like the weights, with the entries of
+        ``total`` if that is given; None if there is neither.
     """
     check_planes('trace_step', len(trace), D=D, f=f, signal=signal)
-
-    def bind(function: Any) -> Any:
-        return functools.partial(function, rules)
-
-    return dispatch.run('trace_step', backend, bind, x, D, f, trace, signal, seed, live, w, total)
+    operands = TraceOperands(rules, x, D, f, trace, signal, seed, live, w, total)
+    return dispatch.run('trace_step', backend, operands)

@@ -4,14 +4,10 @@ The layouts and the tile are those of :mod:`braintrace_fast.kernels.outer.triton
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
-
-import jax
 
 from ..outer import triton
-from ..outer.operands import entry_points
-from ..planes import Plane
+from ..outer.operands import TraceOperands
+from ..outer.passes import entry_points
 from . import reference
 
 __all__ = ['redundant', 'supports', 'trace_step']
@@ -19,23 +15,12 @@ __all__ = ['redundant', 'supports', 'trace_step']
 supports, trace_step = entry_points(triton, reference.trace_step, window=False)
 
 
-def redundant(
-    rules: Any,
-    x: jax.Array,
-    D: Sequence[Sequence[Plane]],
-    f: Sequence[Plane],
-    trace: Sequence[Any],
-    signal: Sequence[Plane] | None = None,
-    seed: Any = None,
-    live: Any = None,
-    w: Plane = None,
-    total: Any = None,
-) -> str | None:
+def redundant(operands: TraceOperands) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None."""
-    batch, planes = math.prod(x.shape[:-1]), sum(e is not None for e in trace)
-    if seed is not None:
+    batch, planes = math.prod(operands.x.shape[:-1]), sum(e is not None for e in operands.trace)
+    if operands.seed is not None:
         return None
-    if all(plane is None for plane in signal or ()):
+    if all(plane is None for plane in operands.signal or ()):
         return 'XLA moves as few bytes where nothing is read of the old trace'
     if planes == 1 and (batch == 1 or batch >= 32):
         return 'XLA moves as few bytes for one plane and a batch of 1, or of 32 and more'

@@ -177,7 +177,7 @@ def kernels_in(run, x):
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (values, x))
         traced = jax.jit(function.jaxpr_call).trace(*shapes)
     found = {}
-    for platform in dispatch.KERNELS:
+    for platform in dispatch.platforms():
         with absent(platform):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
         found[platform] = {*called(text, platform)}
@@ -194,8 +194,8 @@ def test_the_kernels_are_in_what_is_lowered(name, rule):
     learner, xs = new_learner(name, rule, backend='pallas')
     found = kernels_in(lambda xs: learner.etrace_grad(xs, step_fn=loss_of(learner)), xs)
     assert found == {
-        platform: names_of(expected_ops(name, rule, kind))
-        for platform, kind in dispatch.KERNELS.items()
+        kind.platform: names_of(expected_ops(name, rule, kind.name))
+        for kind in dispatch.KINDS.values()
     }
 
 
@@ -204,14 +204,14 @@ def test_the_kernels_are_in_a_step_that_is_lowered(rule):
     learner, xs = new_learner('lif_expon', rule, backend='pallas')
     found = kernels_in(step_gradient(learner), jax.tree.map(lambda a: a[0], xs))
     step = {'hidden_jacobian'} if rule == 'pp_prop' else {'hidden_jacobian', 'trace_step'}
-    assert found == dict.fromkeys(dispatch.KERNELS, step)
+    assert found == dict.fromkeys(dispatch.platforms(), step)
 
 
 @pytest.mark.parametrize('rule', ['d_rtrl', 'pp_prop'])
 def test_plain_jax_is_lowered_without_kernels(rule):
     learner, xs = new_learner('lif_expon', rule, backend='jax')
     found = kernels_in(lambda xs: learner.etrace_grad(xs, step_fn=loss_of(learner)), xs)
-    assert found == dict.fromkeys(dispatch.KERNELS, set())
+    assert found == dict.fromkeys(dispatch.platforms(), set())
 
 
 @pytest.mark.parametrize(

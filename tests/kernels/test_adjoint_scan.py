@@ -1,7 +1,7 @@
 """``adjoint_scan``, ``trace_carry`` and ``trace_step`` against the step recurrence in float64."""
 
-import dataclasses
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accelerators.rules import matmul_rules
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.adjoint_scan import reference as adjoint_reference
 from braintrace_fast.kernels.factored_trace import factored_trace, smooth
+from braintrace_fast.kernels.outer.operands import TraceOperands
 from braintrace_fast.kernels.trace_carry import blocked, reference, trace_carry
 from braintrace_fast.kernels.trace_step import trace_step
-from braintrace_fast.op.matmul import matmul_p
 
-PARAMS = dict(has_bias=False, precision=None)
 BATCH, INPUTS, SIZE = 2, 3, 4
 ROUNDOFF = 2.0**-8  # of bfloat16
 
 
-RULES = dataclasses.replace(
-    matmul_p.trace_rules,
-    **{
-        name: functools.partial(getattr(matmul_p.trace_rules, name), **PARAMS)
-        for name in ('outer', 'outer_sum', 'decay', 'contract')
-    },
-)
+RULES = matmul_rules(has_bias=False, precision=None)
 
 
 @st.composite
@@ -115,20 +109,21 @@ def check_window(dense, planes, overwrite=True, within=False, at_once=False):
     np.testing.assert_allclose(total, gradient, rtol=1e-9, atol=1e-9)
 
 
-def wrong_order(run, D, *rest):
+def wrong_order(run, operands):
     """Suffix products with the first step to the left."""
-    return run(D, *rest)._replace(P=run(jax.tree.map(lambda a: a[::-1], D), *rest).P)
+    reversed_D = jax.tree.map(lambda a: a[::-1], operands.D)
+    return run(operands)._replace(P=run(replace(operands, D=reversed_D)).P)
 
 
-def a_step_late(run, *operands):
+def a_step_late(run, operands):
     """What an op does to the exit, of the step before."""
-    found = run(*operands)
+    found = run(operands)
     return found._replace(u=jax.tree.map(lambda a: jnp.roll(a, 1, 0), found.u))
 
 
-def no_bypass(run, D, f, L, R, *rest):
+def no_bypass(run, operands):
     """Without what the loss reads of the states before a step."""
-    return run(D, f, L, jax.tree.map(jnp.zeros_like, R), *rest)
+    return run(replace(operands, R=jax.tree.map(jnp.zeros_like, operands.R)))
 
 
 @pytest.mark.parametrize('broken', [wrong_order, a_step_late, no_bypass])
@@ -183,12 +178,19 @@ def _planes(a, present, dtype):
 
 
 scan = jax.jit(functools.partial(adjoint_scan, carry=True), static_argnames='within')
+
+
+def packed(run, **options):
+    """An implementation as a function of the arrays of its operands."""
+    return lambda *arrays: run(TraceOperands(RULES, *arrays), **options)
+
+
 CARRIES = {
     'chosen': functools.partial(trace_carry, RULES),
     'chosen, not in place': functools.partial(trace_carry, RULES, overwrite=False),
-    'plain': functools.partial(reference.trace_carry, RULES),
-    'blocked': functools.partial(blocked.trace_carry, RULES),
-    'blocked, not in place': functools.partial(blocked.trace_carry, RULES, overwrite=False),
+    'plain': packed(reference.trace_carry),
+    'blocked': packed(blocked.trace_carry),
+    'blocked, not in place': packed(blocked.trace_carry, overwrite=False),
 }
 CARRIES = {name: jax.jit(carry) for name, carry in CARRIES.items()}
 

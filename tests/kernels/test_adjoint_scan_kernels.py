@@ -9,11 +9,13 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from braintrace_fast.kernels.adjoint_scan import adjoint_scan, mosaic, reference, triton
-from braintrace_fast.kernels.adjoint_scan.operands import as_scan
+from braintrace_fast.kernels.adjoint_scan import adjoint_scan, mosaic, naive, reference, triton
+from braintrace_fast.kernels.adjoint_scan.operands import AdjointOperands
+from braintrace_fast.kernels.adjoint_scan.scanned import as_scan
 from braintrace_fast.kernels.scan import mosaic as mosaic_scan
 from braintrace_fast.kernels.scan import triton as triton_scan
-from tests.kernel_checks import assert_close, count_calls, exact, lowered, race_message
+from braintrace_fast.kernels.specs import CHECKED, AdjointSpec
+from tests.kernel_checks import as_planes, assert_close, count_calls, exact, lowered, race_message
 
 KERNELS = pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
 PLATFORMS = pytest.mark.parametrize(
@@ -21,30 +23,29 @@ PLATFORMS = pytest.mark.parametrize(
 )
 
 
-def planes(size, steps, shape, ops=1, density=1.0, dtype='float32', seed=0):
+def planes(size, steps, shape, seed=0, **options):
     """Random ``D, f, L, R``; of a density below one some planes are absent."""
-    rng = np.random.default_rng(seed)
-
-    def plane(density=density):
-        value = jnp.asarray(rng.normal(size=(steps, *shape)) * 0.7, dtype)
-        return value if rng.random() < density else None
-
-    D = [[plane() for _ in range(size)] for _ in range(size)]
-    D[0][-1] = plane(1.0)
-    f = [[plane() for _ in range(size)] for _ in range(ops)]
-    L = [plane(1.0) for _ in range(size)]
-    R = [plane() for _ in range(size)]
-    return D, f, L, R
+    return made(AdjointSpec(size, steps, shape, **options), seed)
 
 
-def check(kernel, D, f, L, R, carry, c=None, within=None, interpret=True):
-    def define(D, f, L, R, c):
-        return reference.adjoint_scan(D, f, L, R, carry, c, within)
+def made(spec, seed=0):
+    return spec.arrays(np.random.default_rng(seed))[:4]
 
-    assert kernel.supports(D, f, L, R, carry, c, within) is None
-    found = kernel.adjoint_scan(D, f, L, R, carry, c, within, interpret=interpret)
-    assert_close(found, jax.eval_shape(define, D, f, L, R, c), exact(define, D, f, L, R, c))
+
+def check(kernel, *planes, interpret=True, **options):
+    operands = AdjointOperands(*planes, **options)
+    assert kernel.supports(operands) is None
+    found = kernel.adjoint_scan(operands, interpret=interpret)
+    nu, w, P, u = naive.adjoint_scan(operands)
+    w = [None if a is None else b for a, b in zip(found.w, w, strict=True)]  # not c by itself
+    values = as_planes(found, (nu, w, P, u))
+    assert_close(found, jax.eval_shape(reference.adjoint_scan, operands), values)
     return found
+
+
+def carried(run, **options):
+    """An implementation as a function of planes, whose exit is wanted too."""
+    return lambda *planes: run(AdjointOperands(*planes, carry=True), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +54,7 @@ def _short_turns(monkeypatch):
     monkeypatch.setattr(triton_scan, 'UNROLL', 2)
 
 
-CASES = {
-    'one neuron': dict(size=1, steps=1, shape=(1,)),
-    'no batch': dict(size=2, steps=11, shape=(37,), density=0.6, seed=1),
-    'batch 1': dict(size=2, steps=4, shape=(1, 3), ops=2, density=0.6, seed=2),
-    'two axes of neurons': dict(size=2, steps=3, shape=(2, 3, 5), density=0.6, seed=3),
-    'no axis': dict(size=2, steps=9, shape=(), density=0.5, seed=4),
-    'three planes': dict(size=3, steps=5, shape=(3, 5), density=0.4, seed=5),
-    'bfloat16': dict(size=2, steps=9, shape=(3, 33), dtype='bfloat16', seed=6),
-    'bfloat16, no batch': dict(size=1, steps=19, shape=(33,), dtype='bfloat16', seed=7),
-}
+CASES = CHECKED['adjoint_scan']
 
 
 @KERNELS
@@ -89,7 +81,7 @@ def test_a_plane_that_is_one_number_is_given_as_that(kernel, steps):
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
 def test_a_kernel_is_the_reference(kernel, case):
     # The interpreter pads operands with NaN and starts results as NaN.
-    found = check(kernel, *planes(**case), carry=True)
+    found = check(kernel, *made(case), carry=True)
     assert all(np.any(np.asarray(leaf, 'float32')) for leaf in jax.tree.leaves(found.nu))
 
 
@@ -98,7 +90,7 @@ def test_only_what_is_wanted_is_computed(kernel):
     D, f, L, R = planes(2, 5, (2, 3), density=0.7, seed=8)
     assert check(kernel, D, f, L, None, carry=False).P == ()
     assert check(kernel, D, f, None, None, carry=True).nu == (None, None)
-    assert 'nothing' in kernel.supports(D, f, None, None, False)
+    assert 'nothing' in kernel.supports(AdjointOperands(D, f))
 
 
 @KERNELS
@@ -115,7 +107,7 @@ def test_what_a_step_says_of_an_op_is_added(kernel):
 @KERNELS
 def test_the_signal_of_the_step_itself_counts_for_ops_of_states_alone(kernel):
     D, f, L, _ = planes(2, 5, (2, 3), ops=2, seed=11)
-    found = check(kernel, D, f, L, None, carry=False, within=[True, False])
+    found = check(kernel, D, f, L, None, carry=False, within=(True, False))
     plain = adjoint_scan(D, f, L)
     through = sum(a * b for a, b in zip(f[0], L, strict=True))
     np.testing.assert_allclose(found.w[0], plain.w[0] + through, rtol=1e-5, atol=1e-5)
@@ -125,7 +117,7 @@ def test_the_signal_of_the_step_itself_counts_for_ops_of_states_alone(kernel):
 def test_what_no_result_needs_is_not_read():
     D, f, L, R = planes(2, 3, (4,))
     D[1] = [None, None]  # the second state forgets: its signal reaches no earlier step
-    window = triton_scan.window(as_scan(D, f, L, R, False))
+    window = triton_scan.window(as_scan(AdjointOperands(D, f, L, R)))
     read = {id(plane) for plane in window.xs}
     assert id(L[1]) not in read
     assert {id(p) for p in (*D[0], *f[0], L[0], *R)} == read
@@ -139,7 +131,7 @@ def test_what_no_result_needs_is_not_read():
 def test_the_state_outlives_a_chunk(monkeypatch, capfd, shape, steps, at_once, dtype):
     monkeypatch.setattr(mosaic_scan, 'REGISTERS', 1)
     operands = planes(1, steps, shape, dtype=dtype)
-    window = mosaic_scan.window(as_scan(*operands, True))
+    window = mosaic_scan.window(as_scan(AdjointOperands(*operands, carry=True)))
     tile = mosaic_scan.choose_tile(window)._replace(steps=at_once)
     monkeypatch.setattr(mosaic_scan, 'BUFFERS', mosaic_scan.chunk_bytes(window, tile))
     assert mosaic_scan.choose_tile(window) == tile
@@ -158,7 +150,7 @@ def test_cells_that_write_one_block_are_caught(monkeypatch, capfd):
 
     monkeypatch.setattr(mosaic_scan, '_layout', overlapping)
     races = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    run = partial(mosaic.adjoint_scan, *planes(1, 1, (16, 3)), True, interpret=races)
+    run = partial(carried(mosaic.adjoint_scan, interpret=races), *planes(1, 1, (16, 3)))
     assert 'race detected' in race_message(run, capfd)
 
 
@@ -182,8 +174,8 @@ def test_a_tile_that_is_left_out_is_caught(kernel, monkeypatch):
 @PLATFORMS
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
 def test_a_kernel_lowers(kernel, platform, case):
-    operands = planes(**case)
-    text = lowered(partial(kernel.adjoint_scan, carry=True), *operands, platform=platform)
+    operands = made(case)
+    text = lowered(carried(kernel.adjoint_scan), *operands, platform=platform)
     assert count_calls(text, platform) == 1
 
 
@@ -197,9 +189,7 @@ BAD_TILES = [
 def test_a_bad_tile_does_not_lower(monkeypatch, scan, kernel, platform, tile):
     monkeypatch.setattr(scan, 'choose_tile', lambda window: tile)
     with pytest.raises(Exception, match=r'power of 2|divisible by'):
-        lowered(
-            partial(kernel.adjoint_scan, carry=True), *planes(1, 10, (8, 512)), platform=platform
-        )
+        lowered(carried(kernel.adjoint_scan), *planes(1, 10, (8, 512)), platform=platform)
 
 
 @PLATFORMS
@@ -209,17 +199,17 @@ def test_a_kernel_batches_inside_a_scan(kernel, platform):
 
     def twice(run, *operands):
         def body(total, _):
-            found = jax.vmap(partial(run, carry=True))(*operands)
+            found = jax.vmap(run)(*operands)
             return jax.tree.map(jnp.add, total, found), None
 
-        found = jax.eval_shape(jax.vmap(partial(run, carry=True)), *operands)
+        found = jax.eval_shape(jax.vmap(run), *operands)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), found)
         return jax.lax.scan(body, zeros, length=2)[0]
 
-    found = jax.jit(partial(twice, partial(kernel.adjoint_scan, interpret=True)))(*batched)
-    values = exact(partial(twice, reference.adjoint_scan), *batched)
-    assert_close(found, jax.eval_shape(partial(twice, reference.adjoint_scan), *batched), values)
-    text = lowered(partial(twice, kernel.adjoint_scan), *batched, platform=platform)
+    found = jax.jit(partial(twice, carried(kernel.adjoint_scan, interpret=True)))(*batched)
+    define = partial(twice, carried(reference.adjoint_scan))
+    assert_close(found, jax.eval_shape(define, *batched), exact(define, *batched))
+    text = lowered(partial(twice, carried(kernel.adjoint_scan)), *batched, platform=platform)
     assert count_calls(text, platform) == 1
 
 
@@ -228,9 +218,7 @@ def test_a_kernel_lowers_inside_shard_map(kernel, platform):
     operands = planes(2, 3, (2, 4), density=0.7)
     spec = jax.sharding.PartitionSpec
 
-    def run(*operands):
-        return kernel.adjoint_scan(*operands, carry=True)
-
+    run = carried(kernel.adjoint_scan)
     found = jax.eval_shape(run, *operands)
     outs = jax.tree.map(lambda a: spec(*[None] * (a.ndim - 2), 'batch', 'neurons'), found)
     ins = spec(None, 'batch', 'neurons')
@@ -243,9 +231,8 @@ def test_a_kernel_lowers_inside_shard_map(kernel, platform):
 def test_a_kernel_says_what_it_does_not_take(kernel):
     def asked(size, steps, shape, dtype='float32'):
         plane = jax.ShapeDtypeStruct((steps, *shape), dtype)
-        return kernel.supports(
-            [[plane] * size] * size, [[plane] * size], [plane] * size, None, True
-        )
+        vector = [plane] * size
+        return kernel.supports(AdjointOperands([vector] * size, [vector], vector, carry=True))
 
     assert asked(8, 64, (64, 512)) is None
     assert 'float16' in asked(1, 2, (3,), 'float16')
@@ -253,7 +240,8 @@ def test_a_kernel_says_what_it_does_not_take(kernel):
     assert 'empty' in asked(1, 0, (3,))
     assert 'planes per position' in asked(40, 2, (3,))
     one, other = jnp.ones((2, 3)), jnp.ones((2, 3), 'bfloat16')
-    assert 'bfloat16 and float32' in kernel.supports([[one]], [[other]], None, None, True)
+    mixed = AdjointOperands([[one]], [[other]], carry=True)
+    assert 'bfloat16 and float32' in kernel.supports(mixed)
 
 
 @pytest.mark.parametrize('shape', [(64, 512), (4096,)], ids=['planes', 'rows'])
@@ -262,7 +250,7 @@ def test_a_kernel_says_what_it_does_not_take(kernel):
 def test_a_chunk_fits_into_memory(size, dtype, shape):
     plane = jax.ShapeDtypeStruct((10_000, *shape), dtype)
     operands = [[plane] * size] * size, [[plane] * size] * 4, [plane] * size, [plane] * size
-    window = mosaic_scan.window(as_scan(*operands, True))
+    window = mosaic_scan.window(as_scan(AdjointOperands(*operands, carry=True)))
     tile = mosaic_scan.choose_tile(window)
     assert mosaic_scan.vmem_bytes(window, tile) < 14 * 2**20
     assert 4 * mosaic_scan.vmem_bytes(window, tile) > mosaic_scan.BUFFERS
@@ -270,8 +258,9 @@ def test_a_chunk_fits_into_memory(size, dtype, shape):
 
 def test_offsets_must_fit():
     plane = jax.ShapeDtypeStruct((2**11, 2**10, 2**10), 'bfloat16')
-    assert '32 bits' in triton.supports([[plane]], [[plane]], [plane], None, True)
-    assert mosaic.supports([[plane]], [[plane]], [plane], None, True) is None
+    operands = AdjointOperands([[plane]], [[plane]], [plane], carry=True)
+    assert '32 bits' in triton.supports(operands)
+    assert mosaic.supports(operands) is None
 
 
 @KERNELS

@@ -10,20 +10,20 @@ from jax.experimental.pallas import tpu as pltpu
 from accelerators import checks
 from accelerators.blocks import block_bytes
 from accelerators.cases import (
-    adjoint_scan,
     all_cases,
     as_arrays,
+    case_of,
     floor,
     implementation,
     plain_pass,
     stacked_pass,
     stacked_walk,
-    trace_step,
 )
 from accelerators.checks import TARGETS, Row, faults_of_comparison, taken
 from accelerators.hlo import copies, moved
 from accelerators.report import as_line, document
 from accelerators.windows import WindowRow, launches
+from braintrace_fast.kernels.specs import COMPILED, AdjointSpec, TraceSpec
 
 PROGRAM = """HloModule jit_run, is_scheduled=true
 
@@ -211,7 +211,7 @@ KINDS = {
 
 def test_what_auto_takes_is_asked_for_each_target(monkeypatch):
     monkeypatch.setattr(checks, 'device_kind', KINDS.__getitem__)
-    case = adjoint_scan(2, 7, (3, 37), 'float32')
+    case = case_of(AdjointSpec(2, 7, (3, 37)))
     assert [taken(case, target) for target in TARGETS] == ['kernel'] * 3 + [
         'jax',
         'jax',
@@ -219,13 +219,13 @@ def test_what_auto_takes_is_asked_for_each_target(monkeypatch):
         'jax',
         'jax',
     ]
-    large = adjoint_scan(1, 64, (256, 512), 'float32')
+    large = case_of(AdjointSpec(1, 64, (256, 512)))
     assert [taken(large, t) for t in KINDS] == ['jax', 'jax', 'kernel', 'jax', 'kernel']
 
 
 def test_there_are_cases_on_both_sides_of_what_auto_takes_on_tpus(monkeypatch):
     monkeypatch.setattr(checks, 'device_kind', KINDS.__getitem__)
-    made = [make() for make in all_cases() if make.func is adjoint_scan]
+    made = [case_of(spec) for spec in COMPILED['adjoint_scan']]
     plain = {
         case.shape: [target for target in KINDS if taken(case, target) == 'jax']
         for case in made
@@ -268,12 +268,12 @@ def test_blocks_are_counted_to_the_edge_and_once_while_they_stay(kept, rows):
 
 def test_the_floor_counts_a_trace_read_once_and_written_once():
     planes, rows, x, read, live = 2 * 3 * 5 * 7, (4 + 2 + 2) * 3 * 7, 3 * 5, 5 * 7, 1
-    found = floor(trace_step(2, (3, 5, 7), 'float32'))
+    found = floor(case_of(TraceSpec(2, (3, 5, 7))))
     assert found == 4 * (2 * planes + rows + x + read) + live
 
 
 def test_the_plain_formula_is_that_of_the_kernel():
-    case = trace_step(2, (3, 5, 7), 'float32', steps=4)
+    case = case_of(TraceSpec(2, (3, 5, 7), steps=4))
     rng = np.random.default_rng(0)
     operands = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), case.operands)
     planes = [e['weight'] for e in operands[3]]
@@ -287,7 +287,7 @@ def test_the_plain_formula_is_that_of_the_kernel():
 
 
 def test_the_plain_walk_is_that_of_the_kernel():
-    case = adjoint_scan(2, 3, (2, 5), 'float32')
+    case = case_of(AdjointSpec(2, 3, (2, 5)))
     rng = np.random.default_rng(0)
     operands = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), case.operands)
     found = implementation(case, 'reference')(*operands)
@@ -300,14 +300,13 @@ def test_the_plain_walk_is_that_of_the_kernel():
 
 
 def test_every_kernel_has_cases_of_both_types():
-    made = [(make.func.__name__, str(make.args)) for make in all_cases()]
-    for op in ('trace_step', 'trace_carry', 'adjoint_scan', 'factored_trace', 'smooth'):
-        for dtype in ('float32', 'bfloat16'):
-            assert any(name == op and dtype in args for name, args in made), (op, dtype)
-    assert any(name == 'hidden_jacobian' and 'bf16' in args for name, args in made)
-    assert {'lif', 'alif_expon', 'gif_expon', 'coba_ei', 'stp', 'gru', 'lstm'} <= {
-        make.args[0] for make in all_cases() if make.func.__name__ == 'hidden_jacobian'
-    }
+    assert len(all_cases()) == sum(map(len, COMPILED.values()))
+    for op in {*COMPILED} - {'hidden_jacobian'}:
+        assert {spec.dtype for spec in COMPILED[op]} == {'float32', 'bfloat16'}, op
+    jacobians = COMPILED['hidden_jacobian']
+    assert any(spec.precision == 'bf16' for spec in jacobians)
+    models = {'lif', 'alif_expon', 'gif_expon', 'coba_ei', 'stp', 'gru', 'lstm'}
+    assert models <= {spec.model for spec in jacobians}
     assert TARGETS == ('sm_80', 'sm_90', 'sm_100', 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x')
 
 

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
-from accelerators.cases import adjoint_scan as adjoint_case
-from accelerators.cases import trace_step as trace_case
+from accelerators.cases import case_of
 from braintrace_fast import config
 from braintrace_fast.kernels import dispatch
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.dispatch import PLAIN, Backend, FallbackError
 from braintrace_fast.kernels.factored_trace import mosaic, smooth
-from braintrace_fast.kernels.trace_step import trace_step
+from braintrace_fast.kernels.specs import AdjointSpec, TraceSpec
 from tests.kernel_checks import count_calls, lowered
 from tests.models import MODELS
 
@@ -147,12 +146,16 @@ def test_what_an_op_lacks_is_named(name, monkeypatch):
         run(Backend('pallas'))
 
 
+def run_case(case, backend):
+    """A function of the operands of a case."""
+    return lambda *operands: dispatch.run(case.op, backend, case.pack(*operands))
+
+
 def trace_choices(backend, planes, batch=64, signal=True):
     """What runs a step of a trace, by platform."""
-    case = trace_case(planes, (batch, 3, 5), 'float32', signal=signal)
-    api = functools.partial(trace_step, backend=backend)
+    case = case_of(TraceSpec(planes, (batch, 3, 5), signal=signal))
     with dispatch.recording() as choices:
-        jax.eval_shape(case.bind(api), *case.operands)
+        jax.eval_shape(run_case(case, backend), *case.operands)
     return {choice.platform: choice.implementation for choice in choices}
 
 
@@ -175,14 +178,10 @@ def test_auto_takes_plain_jax_where_it_moves_as_few_bytes(planes, options, cuda,
     assert trace_choices(strict, planes, **options) == asked
 
 
-def run_adjoint(backend, *args, **options):
+def run_adjoint(backend, *sizes, within=0):
     """A function of the operands of a case, and those."""
-    case = adjoint_case(*args, **options)
-
-    def api(D, f, L, R, carry, c, within):
-        return adjoint_scan(D, f, L, R, carry=carry, c=c, within=within, backend=backend)
-
-    return case.bind(api), case.operands
+    case = case_of(AdjointSpec(*sizes, ops=max(1, within), within=within > 0))
+    return run_case(case, backend), case.operands
 
 
 def adjoint_choice(backend, *args, **options):

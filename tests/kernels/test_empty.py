@@ -1,5 +1,6 @@
 """Operands without examples, inputs, outputs or positions give empty results and zero sums."""
 
+from dataclasses import fields
 from functools import partial
 
 import jax
@@ -7,15 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from accelerators import cases
+from accelerators.cases import case_of
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.dispatch import Backend
 from braintrace_fast.kernels.factored_trace import factored_trace, smooth
 from braintrace_fast.kernels.hidden_jacobian import hidden_jacobian
+from braintrace_fast.kernels.outer.operands import TraceOperands
+from braintrace_fast.kernels.specs import AdjointSpec, FactoredSpec, SmoothSpec, TraceSpec
 from braintrace_fast.kernels.trace_carry import trace_carry
 from braintrace_fast.kernels.trace_step import trace_step
 from tests.kernels.test_hidden_jacobian import Leaky
 
+PLANES = {trace_step: ('D', 'f'), trace_carry: ('P', 'u')}
 EMPTY = {'batch': (0, 3, 5), 'inputs': (2, 0, 5), 'outputs': (2, 3, 0), 'no batch': (0, 5)}
 POSITIONS = [(0,), (0, 5), (2, 0)]
 BACKENDS = pytest.mark.parametrize('name', ['jax', 'pallas', 'interpret'])
@@ -34,27 +38,32 @@ def checked(run, operands):
 @pytest.mark.parametrize('shape', EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize('op', [trace_step, trace_carry], ids=['step', 'carry'])
 def test_traces(op, shape, name):
-    case = getattr(cases, op.__name__)(2, shape, 'float32')
-    new, read = checked(case.bind(partial(op, backend=Backend(name))), case.operands)
+    case = case_of(TraceSpec(2, shape, steps=7 if op is trace_carry else None))
+    run = partial(called, partial(op, backend=Backend(name)), case)
+    new, read = checked(run, case.operands)
     assert [e['weight'].shape for e in new] == [shape, shape]
     assert read['weight'].shape == shape[-2:]
 
 
-def adjoint(api):
-    """The entry point with the arguments of an implementation."""
-    return lambda D, f, L, R, carry, c, within: api(D, f, L, R, c=c, within=within, carry=carry)
+def called(api, case, *operands):
+    """What the entry point of an op gives for the operands of a case."""
+    packed = case.pack(*operands)
+    named = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    if isinstance(packed, TraceOperands):
+        old, new = PLANES[api.func]
+        named |= {old: named.pop('decay'), new: named.pop('fresh')}
+    return api(**named)
 
 
 @BACKENDS
 @pytest.mark.parametrize('positions', POSITIONS, ids=str)
 @pytest.mark.parametrize('op', [adjoint_scan, factored_trace, smooth], ids=lambda op: op.__name__)
 def test_scans(op, positions, name):
-    sizes = () if op is smooth else (2,)
-    case = getattr(cases, op.__name__)(*sizes, 4, positions, 'float32')
-    run = partial(op, backend=Backend(name))
-    if op is adjoint_scan:
-        run = adjoint(run)
-    found = checked(case.bind(run), case.operands)
+    specs = {adjoint_scan: AdjointSpec, factored_trace: FactoredSpec}
+    spec = SmoothSpec(4, positions) if op is smooth else specs[op](2, 4, positions)
+    case = case_of(spec)
+    run = partial(called, partial(op, backend=Backend(name)), case)
+    found = checked(run, case.operands)
     assert {leaf.shape[-len(positions) :] for leaf in jax.tree.leaves(found)} == {positions}
 
 

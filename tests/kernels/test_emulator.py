@@ -12,17 +12,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from accelerators.blocks import block_bytes
 from accelerators.broken import decay
-from accelerators.cases import (
-    adjoint_scan,
-    factored_trace,
-    floor,
-    hidden_jacobian,
-    implementation,
-    smooth,
-    trace_carry,
-    trace_step,
-)
+from accelerators.cases import case_of, floor, implementation
 from accelerators.emulator import MemoryFault, emulate
+from braintrace_fast.kernels.specs import EMULATED, JacobianSpec, SmoothSpec, TraceSpec
 from tests.kernel_checks import assert_close, exact
 
 PARAMS = plgpu.CompilerParams(num_warps=1, num_stages=1)
@@ -35,38 +27,18 @@ def values_of(case):
     return tree.unflatten(jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in leaves)
 
 
-CASES = {
-    'a step': partial(trace_step, 2, (2, 19, 70), 'float32'),
-    'a step of many planes': partial(trace_step, 3, (9, 65), 'float32'),
-    'a step of one weight': partial(trace_step, 1, (1, 1, 1), 'float32'),
-    'a step of two batch axes': partial(trace_step, 1, (2, 3, 5, 7), 'bfloat16'),
-    'a carry': partial(trace_carry, 2, (2, 19, 70), 'float32'),
-    'a carry of one weight': partial(trace_carry, 1, (1, 1, 1), 'float32'),
-    'a carry in bfloat16': partial(trace_carry, 1, (3, 17), 'bfloat16'),
-    'a carry of two chunks': partial(trace_step, 2, (2, 19, 70), 'float32', steps=20),
-    'a carry of two chunks in bfloat16': partial(trace_step, 1, (3, 17), 'bfloat16', steps=20),
-    'an adjoint': partial(adjoint_scan, 2, 6, (3, 37), 'float32'),
-    'an adjoint of one neuron': partial(adjoint_scan, 1, 1, (1,), 'float32'),
-    'an adjoint in bfloat16': partial(adjoint_scan, 1, 9, (2, 3, 11), 'bfloat16'),
-    'a factor': partial(factored_trace, 2, 5, (3, 37), 'float32'),
-    'a factor in bfloat16': partial(factored_trace, 1, 6, (33,), 'bfloat16'),
-    'an input': partial(smooth, 5, (3, 37), 'float32'),
-    'an input in bfloat16': partial(smooth, 5, (33,), 'bfloat16'),
-}
-
-
-@pytest.mark.parametrize('make', CASES.values(), ids=CASES)
-def test_a_kernel_is_the_reference_and_moves_each_byte_once(make):
-    case = make()
+@pytest.mark.parametrize('spec', EMULATED.values(), ids=EMULATED)
+def test_a_kernel_is_the_reference_and_moves_each_byte_once(spec):
+    case = case_of(spec)
     operands, reference = values_of(case), implementation(case, 'reference')
     found, traffic = emulate(implementation(case, 'triton'), *operands)
     assert_close(found, jax.eval_shape(reference, *operands), exact(reference, *operands))
     assert traffic.unique_loaded + traffic.unique_stored == floor(case)
 
 
-@pytest.mark.parametrize('make', [trace_step, trace_carry])
-def test_rounding_draws_the_same_for_each_element(make):
-    case = make(2, (2, 19, 70), 'bfloat16', seed=True)
+@pytest.mark.parametrize('steps', [None, 7], ids=['trace_step', 'trace_carry'])
+def test_rounding_draws_the_same_for_each_element(steps):
+    case = case_of(TraceSpec(2, (2, 19, 70), stored='bfloat16', steps=steps, rounded=True))
     *operands, _ = values_of(case)
     seed = jnp.uint32(7)
     (found, _), traffic = emulate(implementation(case, 'triton'), *operands, seed)
@@ -100,13 +72,13 @@ def assert_same(found, expected, dtype, rtol):
     'model', ['gru', 'lstm', 'lif', 'alif_expon', 'gif_expon', 'stp', 'custom_vjp', 'switch']
 )
 def test_the_transition_of_a_model_is_differentiated(model, batch, neurons):
-    case = hidden_jacobian(model, batch, neurons)
+    case = case_of(JacobianSpec(model, batch, neurons))
     expected = implementation(case, 'reference')(*case.operands)
     assert_same(differentiated(case), expected, 'float32', 2e-6)
 
 
 def test_the_transition_of_two_conductances_is_differentiated():
-    case = hidden_jacobian('coba_ei', 3, 5)
+    case = case_of(JacobianSpec('coba_ei', 3, 5))
     expected = implementation(case, 'reference')(*case.operands)
     assert_same(differentiated(case), expected, 'float32', 2e-6)
 
@@ -115,7 +87,7 @@ def test_the_transition_of_two_conductances_is_differentiated():
 @pytest.mark.parametrize('model', ['lstm', 'lif', 'layer_norm', 'custom_vjp'])
 def test_a_transition_in_bfloat16_is_that_of_its_values(model, batch, neurons):
     """But for the rounding of results, and of the numbers that a model is made with."""
-    case, wide = (hidden_jacobian(model, batch, neurons, bits) for bits in ('bf16', 32))
+    case, wide = (case_of(JacobianSpec(model, batch, neurons, bits)) for bits in ('bf16', 32))
     values = [a.astype(b.dtype) for a, b in zip(*case.operands, *wide.operands, strict=True)]
     expected = implementation(wide, 'reference')(values)
     assert_same(differentiated(case), expected, 'bfloat16', 2**-6)
@@ -172,7 +144,7 @@ def test_a_slice_over_the_edge_is_caught(verb):
 def test_our_kernels_without_their_masks_are_caught(monkeypatch, name):
     access = getattr(plgpu, name)
     monkeypatch.setattr(plgpu, name, lambda *a, mask=None, other=None: access(*a))
-    for case in (trace_step(1, (2, 3, 5), 'float32'), smooth(2, (33,), 'float32')):
+    for case in map(case_of, (TraceSpec(1, (2, 3, 5)), SmoothSpec(2, (33,)))):
         with pytest.raises(MemoryFault):
             emulate(implementation(case, 'triton'), *values_of(case))
 
@@ -180,7 +152,7 @@ def test_our_kernels_without_their_masks_are_caught(monkeypatch, name):
 def test_a_window_without_its_mask_is_caught(monkeypatch):
     load = plgpu.load
     monkeypatch.setattr(plgpu, 'load', lambda *a, mask=None, other=None: load(*a))
-    case = trace_carry(1, (1, 32, 32), 'float32')
+    case = case_of(TraceSpec(1, (1, 32, 32), steps=7))
     with pytest.raises(MemoryFault, match='reads element 224 of operand 0, which has 224'):
         emulate(implementation(case, 'triton'), *values_of(case))
 

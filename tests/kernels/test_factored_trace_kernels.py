@@ -9,11 +9,13 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from braintrace_fast.kernels.factored_trace import mosaic, reference, triton
-from braintrace_fast.kernels.factored_trace.operands import as_scan
+from braintrace_fast.kernels.factored_trace import mosaic, naive, reference, triton
+from braintrace_fast.kernels.factored_trace.operands import FactoredOperands, SmoothOperands
+from braintrace_fast.kernels.factored_trace.scanned import as_scan
 from braintrace_fast.kernels.scan import mosaic as mosaic_scan
 from braintrace_fast.kernels.scan import triton as triton_scan
-from tests.kernel_checks import assert_close, count_calls, exact, lowered
+from braintrace_fast.kernels.specs import CHECKED, FactoredSpec
+from tests.kernel_checks import as_planes, assert_close, count_calls, exact, lowered
 
 KERNELS = pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
 PLATFORMS = pytest.mark.parametrize(
@@ -22,26 +24,30 @@ PLATFORMS = pytest.mark.parametrize(
 DECAY = 0.9
 
 
-def factors(size, steps, shape, density=0.6, dtype='float32', seed=0, ops=1):
+def factors(size, steps, shape, density=0.6, **options):
     """Random ``D, f, start``; some planes of ``D`` and ``f`` are absent."""
-    rng = np.random.default_rng(seed)
-
-    def plane(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    def perhaps():
-        value = plane(steps, *shape)
-        return value if rng.random() < density else None
-
-    D = [[perhaps() for _ in range(size)] for _ in range(size)]
-    f = [[plane(steps, *shape), *(perhaps() for _ in range(size - 1))] for _ in range(ops)]
-    return D, f, [[plane(*shape) for _ in range(size)] for _ in range(ops)]
+    return made(FactoredSpec(size, steps, shape, density=density, **options))
 
 
-def check(kernel, name, *operands, interpret=True):
-    define = partial(getattr(reference, name), decay=DECAY)
-    found = getattr(kernel, name)(*operands, DECAY, interpret=interpret)
-    assert_close(found, jax.eval_shape(define, *operands), exact(define, *operands))
+def made(spec):
+    return spec.arrays(np.random.default_rng(spec.steps))
+
+
+def packed(name, *arrays, **options):
+    kinds = {'factored_trace': FactoredOperands, 'smooth': SmoothOperands}
+    return kinds[name](*arrays, decay=DECAY, **options)
+
+
+def of_arrays(run, **options):
+    """An implementation of ``factored_trace`` as a function of arrays."""
+    return lambda *arrays: run(packed('factored_trace', *arrays), **options)
+
+
+def check(kernel, name, *arrays, interpret=True):
+    operands = packed(name, *arrays)
+    found = getattr(kernel, name)(operands, interpret=interpret)
+    wanted = jax.eval_shape(getattr(reference, name), operands)
+    assert_close(found, wanted, as_planes(found, getattr(naive, name)(operands)))
 
 
 @pytest.fixture(autouse=True)
@@ -50,23 +56,15 @@ def _short_turns(monkeypatch):
     monkeypatch.setattr(triton_scan, 'UNROLL', 2)
 
 
-CASES = {
-    'one neuron': dict(size=1, steps=1, shape=(1,)),
-    'no batch': dict(size=2, steps=11, shape=(37,), seed=1),
-    'batch 1': dict(size=3, steps=4, shape=(1, 3), density=0.4, seed=2, ops=2),
-    'two axes of neurons': dict(size=2, steps=3, shape=(2, 3, 5), seed=3),
-    'no axis': dict(size=2, steps=9, shape=(), seed=4),
-    'bfloat16': dict(size=2, steps=9, shape=(3, 33), dtype='bfloat16', seed=5),
-    'bfloat16, no batch': dict(size=1, steps=19, shape=(33,), dtype='bfloat16', seed=6),
-}
+CASES = CHECKED['factored_trace']
 
 
 @KERNELS
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
 def test_a_kernel_is_the_reference(kernel, case):
     # The interpreter pads operands with NaN and starts results as NaN.
-    D, f, start = factors(**case)
-    assert kernel.supports(D, f, start, DECAY) is None
+    D, f, start = made(case)
+    assert kernel.supports(packed('factored_trace', D, f, start)) is None
     check(kernel, 'factored_trace', D, f, start)
 
 
@@ -74,10 +72,10 @@ def test_a_kernel_is_the_reference(kernel, case):
 def test_a_plane_that_is_the_same_in_all_steps_is_given_once(kernel):
     D, f, start = factors(2, 5, (3, 7), density=1.0)
     D[1][0] = D[1][0][:1]
-    assert kernel.supports(D, f, start, DECAY) is None
+    assert kernel.supports(packed('factored_trace', D, f, start)) is None
     check(kernel, 'factored_trace', D, f, start)
     D[1], f[0][1] = [None, None], f[0][1][:1, :1, :1]  # one number for all positions
-    assert kernel.supports(D, f, start, DECAY) is None
+    assert kernel.supports(packed('factored_trace', D, f, start)) is None
     check(kernel, 'factored_trace', D, f, start)
 
 
@@ -88,12 +86,12 @@ def test_a_plane_that_is_the_same_in_all_steps_is_given_once(kernel):
 def test_smoothing_is_the_reference(kernel, shape, dtype):
     x = factors(1, 9, shape, dtype=dtype)[1][0][0]  # the trace may be wider than the input
     start = jnp.ones(shape)
-    assert kernel.supports_smooth(x, start, DECAY) is None
+    assert kernel.supports_smooth(packed('smooth', x, start)) is None
     check(kernel, 'smooth', x, start)
-    assert kernel.supports_smooth(x, None, DECAY) is None
+    assert kernel.supports_smooth(packed('smooth', x, None)) is None
     check(kernel, 'smooth', x, None)
-    left, back = kernel.smooth(x, start, DECAY, reverse=True, interpret=True)
-    same, forth = kernel.smooth(x[::-1], start, DECAY, interpret=True)
+    left, back = kernel.smooth(packed('smooth', x, start, reverse=True), interpret=True)
+    same, forth = kernel.smooth(packed('smooth', x[::-1], start), interpret=True)
     np.testing.assert_array_equal(back, forth[::-1])
     np.testing.assert_array_equal(left, same)
 
@@ -104,7 +102,7 @@ def test_smoothing_is_the_reference(kernel, shape, dtype):
 def test_the_state_outlives_a_chunk(monkeypatch, capfd, shape, steps, at_once):
     monkeypatch.setattr(mosaic_scan, 'REGISTERS', 1)
     operands = factors(1, steps, shape, density=1.0)
-    window = mosaic_scan.window(as_scan(*operands, DECAY))
+    window = mosaic_scan.window(as_scan(packed('factored_trace', *operands)))
     tile = mosaic_scan.choose_tile(window)._replace(steps=at_once)
     monkeypatch.setattr(mosaic_scan, 'BUFFERS', mosaic_scan.chunk_bytes(window, tile))
     assert mosaic_scan.choose_tile(window) == tile
@@ -124,11 +122,11 @@ def test_a_tile_that_is_left_out_is_caught(kernel, monkeypatch):
 @PLATFORMS
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
 def test_a_kernel_lowers(kernel, platform, case):
-    D, f, start = factors(**case)
+    D, f, start = made(case)
 
     def both(D, f, start):
-        hat = kernel.factored_trace(D, f, start, DECAY)
-        return hat, kernel.smooth(f[0][0], start[0][0], DECAY)
+        hat = kernel.factored_trace(packed('factored_trace', D, f, start))
+        return hat, kernel.smooth(packed('smooth', f[0][0], start[0][0]))
 
     assert count_calls(lowered(both, D, f, start, platform=platform), platform) == 2
 
@@ -139,15 +137,15 @@ def test_a_kernel_batches_inside_a_scan(kernel, platform):
 
     def windows(run, D, f, start):
         def body(start, _):
-            last, hat = jax.vmap(partial(run, decay=DECAY))(D, f, start)
+            last, hat = jax.vmap(run)(D, f, start)
             return [list(op) for op in last], hat
 
         return jax.lax.scan(body, start, length=2)
 
-    define = partial(windows, reference.factored_trace)
-    found = jax.jit(partial(windows, partial(kernel.factored_trace, interpret=True)))(*batched)
+    define = partial(windows, of_arrays(reference.factored_trace))
+    found = jax.jit(partial(windows, of_arrays(kernel.factored_trace, interpret=True)))(*batched)
     assert_close(found, jax.eval_shape(define, *batched), exact(define, *batched))
-    text = lowered(partial(windows, kernel.factored_trace), *batched, platform=platform)
+    text = lowered(partial(windows, of_arrays(kernel.factored_trace)), *batched, platform=platform)
     assert count_calls(text, platform) == 1
 
 
@@ -155,11 +153,13 @@ def test_a_kernel_batches_inside_a_scan(kernel, platform):
 def test_a_kernel_says_what_it_does_not_take(kernel):
     plane, start = jax.ShapeDtypeStruct((2, 3), 'float32'), jax.ShapeDtypeStruct((3,), 'float32')
     narrow = jax.ShapeDtypeStruct((3,), 'bfloat16')
-    assert 'number' in kernel.supports([[plane]], [[plane]], [[start]], jnp.float32(0.5))
-    assert 'number' in kernel.supports_smooth(plane, start, jnp.float32(0.5))
-    assert 'nothing' in kernel.supports([[None]], [[None]], [[start]], DECAY)
-    assert 'bfloat16 and float32' in kernel.supports(
-        [[plane, None]] * 2, [[plane] * 2], [[start, narrow]], DECAY
-    )
-    assert 'int32' in kernel.supports_smooth(jax.ShapeDtypeStruct((2, 3), 'int32'), start, DECAY)
-    assert 'empty' in kernel.supports_smooth(jax.ShapeDtypeStruct((0, 3), 'float32'), start, DECAY)
+    computed = jnp.float32(0.5)
+    supports, supports_smooth = kernel.supports, kernel.supports_smooth
+    assert 'number' in supports(FactoredOperands([[plane]], [[plane]], [[start]], computed))
+    assert 'number' in supports_smooth(SmoothOperands(plane, start, computed))
+    assert 'nothing' in supports(packed('factored_trace', [[None]], [[None]], [[start]]))
+    mixed = packed('factored_trace', [[plane, None]] * 2, [[plane] * 2], [[start, narrow]])
+    assert 'bfloat16 and float32' in supports(mixed)
+    whole, empty = jax.ShapeDtypeStruct((2, 3), 'int32'), jax.ShapeDtypeStruct((0, 3), 'float32')
+    assert 'int32' in supports_smooth(packed('smooth', whole, start))
+    assert 'empty' in supports_smooth(packed('smooth', empty, start))

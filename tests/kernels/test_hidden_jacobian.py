@@ -22,6 +22,7 @@ from braintrace_fast.kernels.hidden_jacobian import (
     reference,
     triton,
 )
+from braintrace_fast.kernels.hidden_jacobian.operands import JacobianOperands
 from tests.kernel_checks import assert_close, count_calls, exact, lowered, race_message
 from tests.models import MODELS
 
@@ -46,13 +47,22 @@ def transitions(name, batch=3):
     states = [state.value for state in info.compiled_model_states]
     *_, temps = info.jaxpr_call(x, old_state_vals=states)
     return [
-        (
+        JacobianOperands(
             t,
             [[temps[v] for v in row.constvars] for row in t.rows],
             [temps[v] for v in (*t.hidden_invars, *t.y_vars)],
         )
         for t in graph.transitions
     ]
+
+
+def unpacked(case):
+    return case.transition, case.constants, case.inputs
+
+
+def of_arrays(kernel, transition):
+    """A kernel as a function of the arrays of its operands."""
+    return lambda *arrays: kernel.hidden_jacobian(JacobianOperands(transition, *arrays))
 
 
 def assert_same(found, expected, rtol=2e-6):
@@ -66,28 +76,28 @@ def assert_same(found, expected, rtol=2e-6):
 @pytest.mark.parametrize('name', [*REAL, *WRITTEN])
 def test_the_kernel_is_the_definition(name, kernel):
     for case in transitions(name):
-        expected = reference.hidden_jacobian(*case)
+        expected = reference.hidden_jacobian(case)
         assert any(float(jnp.abs(plane).max()) > 0 for plane in jax.tree.leaves(expected))
-        assert kernel.supports(*case) is None
-        assert_same(kernel.hidden_jacobian(*case, interpret=True), expected)
+        assert kernel.supports(case) is None
+        assert_same(kernel.hidden_jacobian(case, interpret=True), expected)
 
 
 @pytest.mark.parametrize('platform', KERNELS)
 @pytest.mark.parametrize('name', [*REAL, *WRITTEN])
 def test_it_lowers(name, platform):
     kernel = KERNELS[platform]
-    for transition, *operands in transitions(name):
-        run = functools.partial(kernel.hidden_jacobian, transition)
+    for transition, *operands in map(unpacked, transitions(name)):
+        run = of_arrays(kernel, transition)
         assert count_calls(lowered(run, *operands, platform=platform), platform) == 1
 
 
 @pytest.mark.parametrize('name', NO_KERNEL)
 def test_what_has_no_kernel_says_why_and_takes_plain_jax(name):
     for case in transitions(name):
-        assert NO_KERNEL[name] in triton.supports(*case)
-        assert NO_KERNEL[name] in mosaic.supports(*case)
-        found = hidden_jacobian(*case, backend=Backend('interpret'))
-        assert_same(found, reference.hidden_jacobian(*case))
+        assert NO_KERNEL[name] in triton.supports(case)
+        assert NO_KERNEL[name] in mosaic.supports(case)
+        found = hidden_jacobian(*unpacked(case), backend=Backend('interpret'))
+        assert_same(found, reference.hidden_jacobian(case))
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
@@ -95,8 +105,8 @@ def test_what_has_no_kernel_says_why_and_takes_plain_jax(name):
 def test_batches_of_any_size(batch, kernel):
     """17 rows are neither a multiple of a tile nor one."""
     for case in transitions('lif_expon', batch):
-        expected = reference.hidden_jacobian(*case)
-        assert_same(kernel.hidden_jacobian(*case, interpret=True), expected)
+        expected = reference.hidden_jacobian(case)
+        assert_same(kernel.hidden_jacobian(case, interpret=True), expected)
 
 
 class Leaky:
@@ -120,6 +130,10 @@ class Leaky:
         return [[one, column, row]], [h, y]
 
 
+def leaky(shape, dtype=jnp.float32, scale=1.0):
+    return JacobianOperands(Leaky(scale), *Leaky.operands(shape, dtype))
+
+
 class Divided(Leaky):
     """What Triton cannot do in bfloat16."""
 
@@ -133,15 +147,15 @@ SHAPES = [(1,), (5,), (1, 1), (300, 1), (3, 130), (2, 3, 7), (9, 257)]
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
 def test_any_shape(kernel, shape):
-    case = Leaky(), *Leaky.operands(shape)
-    expected = reference.hidden_jacobian(*case)
-    assert_same(kernel.hidden_jacobian(*case, interpret=True), expected)
+    case = leaky(shape)
+    expected = reference.hidden_jacobian(case)
+    assert_same(kernel.hidden_jacobian(case, interpret=True), expected)
 
 
 @pytest.mark.parametrize('platform', KERNELS)
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
 def test_any_shape_lowers(platform, shape):
-    run = functools.partial(KERNELS[platform].hidden_jacobian, Leaky())
+    run = of_arrays(KERNELS[platform], Leaky())
     assert count_calls(lowered(run, *Leaky.operands(shape), platform=platform), platform) == 1
 
 
@@ -150,12 +164,12 @@ def interpreted(case):
     params = pltpu.InterpretParams(
         uninitialized_memory='nan', detect_races=True, num_cores_or_threads=2
     )
-    return jax.jit(lambda: mosaic.hidden_jacobian(*case, interpret=params))()
+    return jax.jit(lambda: mosaic.hidden_jacobian(case, interpret=params))()
 
 
 def test_nothing_past_an_edge_reaches_a_result(capfd):
-    case = Leaky(), *Leaky.operands((17, 770))
-    assert_same(interpreted(case), reference.hidden_jacobian(*case))
+    case = leaky((17, 770))
+    assert_same(interpreted(case), reference.hidden_jacobian(case))
     assert 'RACE' not in capfd.readouterr().out
 
 
@@ -163,32 +177,32 @@ def test_tiles_that_overlap_are_caught(monkeypatch, capfd):
     """Here every cell of the grid writes the first tile."""
     spec = pl.BlockSpec
     monkeypatch.setattr(pl, 'BlockSpec', lambda shape, at: spec(shape, lambda i, j: (0, 0)))
-    case = Leaky(), *Leaky.operands((17, 770))
+    case = leaky((17, 770))
     assert 'race detected' in race_message(lambda: interpreted(case), capfd)
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
 def test_bfloat16_is_evaluated_in_float32(kernel):
-    case = Leaky(), *Leaky.operands((3, 130), jnp.bfloat16)
-    assert kernel.supports(*case) is None
-    found = kernel.hidden_jacobian(*case, interpret=True)
-    define = functools.partial(reference.hidden_jacobian, case[0])
-    assert_close(found, define(*case[1:]), exact(define, *case[1:]))  # float32 inside
+    case = leaky((3, 130), jnp.bfloat16)
+    assert kernel.supports(case) is None
+    found = kernel.hidden_jacobian(case, interpret=True)
+    define = reference.hidden_jacobian
+    assert_close(found, define(case), exact(define, case))  # float32 inside
     platform = next(name for name, own in KERNELS.items() if own is kernel)
-    run = functools.partial(kernel.hidden_jacobian, Divided())
+    run = of_arrays(kernel, Divided())
     text = lowered(run, *Leaky.operands((3, 130), jnp.bfloat16), platform=platform)
     assert count_calls(text, platform) == 1
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
 def test_types_and_sizes_without_a_kernel(x64, kernel):
-    assert 'float64' in kernel.supports(Leaky(), *Leaky.operands((3, 4), jnp.float64))
-    assert 'no positions' in kernel.supports(Leaky(), *Leaky.operands((0, 4)))
+    assert 'float64' in kernel.supports(leaky((3, 4), jnp.float64))
+    assert 'no positions' in kernel.supports(leaky((0, 4)))
 
 
 def test_positions_beyond_32_bits_have_no_kernel_on_gpus():
     large = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
-    assert '32 bits' in triton.supports(Leaky(), [[]], [large, large])
+    assert '32 bits' in triton.supports(JacobianOperands(Leaky(), [[]], [large, large]))
 
 
 class Many(Leaky):
@@ -200,8 +214,8 @@ class Many(Leaky):
 
 def test_arrays_that_do_not_fit_into_vmem_have_no_kernel():
     def asked(count):
-        case = Many(), [[jnp.full((16, 512), k) for k in range(count)]], [jnp.ones((16, 512))] * 2
-        return mosaic.supports(*case)
+        constants = [[jnp.full((16, 512), k) for k in range(count)]]
+        return mosaic.supports(JacobianOperands(Many(), constants, [jnp.ones((16, 512))] * 2))
 
     tile = mosaic.tile_of(1024, 1024, mosaic.ARRAYS)
     assert 2 * 4 * math.prod(tile) * mosaic.ARRAYS <= mosaic.BUFFERS
@@ -227,8 +241,8 @@ class ByNumber(Leaky):
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
 @pytest.mark.parametrize(('transition', 'dtype'), [(Wide, 'float64'), (ByNumber, 'int64')])
 def test_types_inside_without_a_kernel(x64, transition, dtype, kernel):
-    case = transition(), [[]], [jnp.ones((2, 3), jnp.float32)] * 2
-    assert dtype in kernel.supports(*case)
+    case = JacobianOperands(transition(), [[]], [jnp.ones((2, 3), jnp.float32)] * 2)
+    assert dtype in kernel.supports(case)
 
 
 @jax.custom_vjp
@@ -269,10 +283,10 @@ class Total(Ramp):
     ('transition', 'name'), [(Ramp, 'iota'), (RampInside, 'iota'), (Total, 'reduce_sum')]
 )
 def test_arrays_that_are_made_inside_have_no_kernel(transition, name, kernel):
-    case = transition(), [[]], [jnp.ones((3, 4)), jnp.ones((3, 4))]
-    assert name in kernel.supports(*case)
-    found = hidden_jacobian(*case, backend=Backend('interpret'))
-    assert_same(found, reference.hidden_jacobian(*case))
+    case = JacobianOperands(transition(), [[]], [jnp.ones((3, 4)), jnp.ones((3, 4))])
+    assert name in kernel.supports(case)
+    found = hidden_jacobian(*unpacked(case), backend=Backend('interpret'))
+    assert_same(found, reference.hidden_jacobian(case))
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
@@ -280,7 +294,7 @@ def test_it_is_mapped_and_scanned(kernel):
     ((number, column, row),), inputs = Leaky.operands((2, 3, 130))
 
     def one(run, row, h, y):
-        return run(Leaky(), [[number, column, row]], [h, y])
+        return run(JacobianOperands(Leaky(), [[number, column, row]], [h, y]))
 
     by_kernel = functools.partial(one, functools.partial(kernel.hidden_jacobian, interpret=True))
     by_definition = functools.partial(one, reference.hidden_jacobian)
@@ -292,18 +306,17 @@ def test_it_is_mapped_and_scanned(kernel):
 
 def test_a_wrong_derivative_is_caught():
     """The comparison of these tests fails for a kernel of another transition."""
-    operands = Leaky.operands((3, 5))
-    found = triton.hidden_jacobian(Leaky(scale=1.001), *operands, interpret=True)
+    found = triton.hidden_jacobian(leaky((3, 5), scale=1.001), interpret=True)
     with pytest.raises(AssertionError):
-        assert_same(found, reference.hidden_jacobian(Leaky(), *operands))
+        assert_same(found, reference.hidden_jacobian(leaky((3, 5))))
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
 def test_a_tile_that_is_left_out_is_caught(kernel, monkeypatch):
-    case = Leaky(), *Leaky.operands((3, 600))
+    case = leaky((3, 600))
     monkeypatch.setattr(pl, 'cdiv', lambda a, b: max(1, a // b))
     with pytest.raises(AssertionError):
-        assert_same(kernel.hidden_jacobian(*case, interpret=True), reference.hidden_jacobian(*case))
+        assert_same(kernel.hidden_jacobian(case, interpret=True), reference.hidden_jacobian(case))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +326,7 @@ def test_a_tile_that_is_left_out_is_caught(kernel, monkeypatch):
 )
 def test_a_bad_tile_does_not_lower(platform, name, value, monkeypatch):
     monkeypatch.setattr(KERNELS[platform], name, value)
-    run = functools.partial(KERNELS[platform].hidden_jacobian, Leaky())
+    run = of_arrays(KERNELS[platform], Leaky())
     with pytest.raises(Exception, match=r'power of 2|divisible by'):
         lowered(run, *Leaky.operands((64, 512)), platform=platform)
 
@@ -325,8 +338,8 @@ def test_a_column_is_not_taken_for_a_row():
         def evaluate(self, row, constants, inputs):
             return inputs[0] * constants[0][:, None] + inputs[1]
 
-    case = Outer(), [[jnp.arange(4.0)]], [jnp.ones((4, 4)), jnp.ones((4, 4))]
-    assert 'moves positions' in triton.supports(*case)
+    case = JacobianOperands(Outer(), [[jnp.arange(4.0)]], [jnp.ones((4, 4)), jnp.ones((4, 4))])
+    assert 'moves positions' in triton.supports(case)
 
 
 POINTS = np.concatenate([np.linspace(-6, 6, 121), [1e-3, -1e-3, 0.05, 0.5, -0.5, 1.5, 2.5]])
@@ -379,13 +392,13 @@ def test_users_add_expansions(platform, monkeypatch):
     kernel = KERNELS[platform]
     monkeypatch.setattr(expand, 'EXPANSIONS', {k: {**v} for k, v in expand.EXPANSIONS.items()})
     monkeypatch.setattr(program, 'EXPANSIONS', expand.EXPANSIONS)
-    case = Softsign(), [[]], list(jnp.linspace(-2.0, 2.0, 12).reshape(2, 2, 3))
-    assert 'test_softsign has no expansion' in kernel.supports(*case)
+    case = JacobianOperands(Softsign(), [[]], list(jnp.linspace(-2.0, 2.0, 12).reshape(2, 2, 3)))
+    assert 'test_softsign has no expansion' in kernel.supports(case)
     expand.register_expansion('test_softsign', lambda x: x / (1 + jnp.abs(x)))
-    assert kernel.supports(*case) is None
-    found = kernel.hidden_jacobian(*case, interpret=True)
-    assert_same(found, reference.hidden_jacobian(*case))
-    text = lowered(functools.partial(kernel.hidden_jacobian, case[0]), *case[1:], platform=platform)
+    assert kernel.supports(case) is None
+    found = kernel.hidden_jacobian(case, interpret=True)
+    assert_same(found, reference.hidden_jacobian(case))
+    text = lowered(kernel.hidden_jacobian, case, platform=platform)
     assert count_calls(text, platform) == 1
 
 
@@ -406,10 +419,10 @@ def test_only_what_a_derivative_depends_on_is_read_and_once(kernel):
             return gain * inputs[0] * inputs[1] + offset
 
     gain, offset, *inputs = jnp.arange(24.0).reshape(4, 2, 3)
-    case = Sum(), [[gain, offset], [gain, offset]], inputs
-    found = program.program_of(*case)
+    case = JacobianOperands(Sum(), [[gain, offset], [gain, offset]], inputs)
+    found = program.program_of(case)
     assert [id(a) for a in found.operands] == [id(a) for a in (gain, *inputs)]
-    assert_same(kernel.hidden_jacobian(*case, interpret=True), reference.hidden_jacobian(*case))
+    assert_same(kernel.hidden_jacobian(case, interpret=True), reference.hidden_jacobian(case))
 
 
 def test_a_choice_by_number_lowers():
@@ -421,15 +434,15 @@ def test_a_choice_by_number_lowers():
             which = jnp.where(h < 0, 0, jnp.where(h < 1, 1, 2))
             return jax.lax.select_n(which, h * y, h + y, jnp.sin(h) * y)
 
-    case = Switch(), [[]], [jnp.linspace(-2.0, 3.0, 6), jnp.linspace(1.0, 2.0, 6)]
-    assert_same(triton.hidden_jacobian(*case, interpret=True), reference.hidden_jacobian(*case))
-    run = functools.partial(triton.hidden_jacobian, case[0])
-    assert count_calls(lowered(run, *case[1:], platform='cuda'), 'cuda') == 1
+    case = JacobianOperands(Switch(), [[]], [jnp.linspace(-2.0, 3.0, 6), jnp.linspace(1.0, 2.0, 6)])
+    assert_same(triton.hidden_jacobian(case, interpret=True), reference.hidden_jacobian(case))
+    assert count_calls(lowered(triton.hidden_jacobian, case, platform='cuda'), 'cuda') == 1
 
 
 @pytest.mark.parametrize('name', ['lif', 'alif_expon', 'gif_expon'])
 def test_what_is_one_number_throughout_is_no_operand(name):
-    for transition, constants, inputs in transitions(name):
-        for operand in program.program_of(transition, constants, inputs).operands:
+    for case in transitions(name):
+        for operand in program.program_of(case).operands:
             values = np.unique(operand)
-            assert operand.shape == () or values.size > 1 or any(operand is a for a in inputs)
+            is_input = any(operand is a for a in case.inputs)
+            assert operand.shape == () or values.size > 1 or is_input

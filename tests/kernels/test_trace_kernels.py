@@ -12,23 +12,35 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
 
+from accelerators.rules import matmul_rules
 from braintrace_fast.kernels.outer import mosaic as outer_mosaic
 from braintrace_fast.kernels.outer import triton as outer_triton
-from braintrace_fast.kernels.outer.operands import as_pass
+from braintrace_fast.kernels.outer.operands import TraceOperands
+from braintrace_fast.kernels.outer.passes import as_pass
+from braintrace_fast.kernels.specs import CHECKED, TraceSpec
 from braintrace_fast.kernels.trace_carry import mosaic as carry_mosaic
+from braintrace_fast.kernels.trace_carry import naive as carry_naive
 from braintrace_fast.kernels.trace_carry import reference as carry_reference
 from braintrace_fast.kernels.trace_carry import triton as carry_triton
 from braintrace_fast.kernels.trace_step import mosaic as step_mosaic
+from braintrace_fast.kernels.trace_step import naive as step_naive
 from braintrace_fast.kernels.trace_step import reference as step_reference
 from braintrace_fast.kernels.trace_step import triton as step_triton
-from braintrace_fast.op.matmul import matmul_p
-from tests.kernel_checks import assert_close, count_calls, exact, lowered, race_message
+from tests.kernel_checks import as_planes, assert_close, count_calls, exact, lowered, race_message
 
 STEP = SimpleNamespace(
-    name='trace_step', reference=step_reference, triton=step_triton, mosaic=step_mosaic
+    name='trace_step',
+    naive=step_naive,
+    reference=step_reference,
+    triton=step_triton,
+    mosaic=step_mosaic,
 )
 CARRY = SimpleNamespace(
-    name='trace_carry', reference=carry_reference, triton=carry_triton, mosaic=carry_mosaic
+    name='trace_carry',
+    naive=carry_naive,
+    reference=carry_reference,
+    triton=carry_triton,
+    mosaic=carry_mosaic,
 )
 OPS = pytest.mark.parametrize('op', [STEP, CARRY], ids=['step', 'carry'])
 BACKENDS = pytest.mark.parametrize('backend', ['triton', 'mosaic'])
@@ -37,82 +49,69 @@ TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 
 
 def rules_of(bias):
-    rules, params = matmul_p.trace_rules, dict(has_bias=bias, precision='highest')
-    names = ('outer', 'outer_sum', 'decay', 'contract')
-    return dataclasses.replace(
-        rules, **{name: partial(getattr(rules, name), **params) for name in names}
-    )
+    return matmul_rules(has_bias=bias, precision='highest')
 
 
-def given(
-    op,
-    size,
-    lead,
-    inputs,
-    outputs,
-    steps=3,
-    bias=False,
-    density=1.0,
-    dtype='float32',
-    stored=None,
-    shapes=False,
-):
+def given(op, size, lead, inputs, outputs, steps=3, shapes=False, **options):
     """Random operands or their shapes; below a density of one some planes are not there."""
-    rng = np.random.default_rng(size + inputs)
-    time = (steps,) if op is CARRY else ()
-
-    def array(*shape, dtype=dtype):
-        if shapes:
-            return jax.ShapeDtypeStruct(shape, dtype)
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    def maybe(make, *shape):
-        return make(*shape) if rng.random() < density else None
-
-    def trace(*shape):
-        arrays = {'weight': array(*shape, inputs, outputs, dtype=stored or dtype)}
-        return arrays | {'bias': array(*shape, outputs, dtype=stored or dtype)} if bias else arrays
-
-    row, rows = (*lead, outputs), (*time, *lead, outputs)
-    D = [[maybe(array, *row) for _ in range(size)] for _ in range(size)]
-    f = [maybe(array, *rows) for _ in range(size)]
-    old = [maybe(trace, *lead) for _ in range(size)]
-    signal = [maybe(array, *row) for _ in range(size)]
-    D[0][0], f[0], old[0], signal[0] = array(*row), array(*rows), trace(*lead), array(*row)
-    return array(*time, *lead, inputs), D, f, old, signal
+    window = steps if op is CARRY else None
+    return made(TraceSpec(size, (*lead, inputs, outputs), steps=window, **options), shapes)
 
 
-def call(op, backend, rules, **options):
-    return partial(getattr(getattr(op, backend), op.name), rules, **options)
+def made(spec, shapes=False):
+    return spec.arrays(None if shapes else np.random.default_rng(spec.size + spec.shape[-2]))
+
+
+def call(op, backend, rules, interpret=None, **fixed):
+    """A backend's op as a function of its operands, some of which are fixed."""
+    run = getattr(getattr(op, backend), op.name)
+    options = {} if interpret is None else dict(interpret=interpret)
+
+    def packed(*operands, **named):
+        return run(TraceOperands(rules, *operands, **fixed, **named), **options)
+
+    return packed
+
+
+def supports(op, backend, rules, *operands, **named):
+    return getattr(op, backend).supports(TraceOperands(rules, *operands, **named))
+
+
+def pass_of(op, *operands, **named):
+    return as_pass(TraceOperands(rules_of(False), *operands, **named), window=op is CARRY)
 
 
 def check(op, backend, operands, interpret=True):
     x, D, f, trace, signal = operands
     rules = rules_of('bias' in trace[0])
-    assert getattr(op, backend).supports(rules, *operands) is None
+    assert supports(op, backend, rules, *operands) is None
     found = jax.jit(call(op, backend, rules, interpret=interpret))(*operands)
-    plain = jax.jit(call(op, 'reference', rules))
-    assert_close(found, jax.eval_shape(plain, *operands), exact(plain, *operands))
+    wanted = jax.eval_shape(call(op, 'reference', rules), *operands)
+    assert_close(found, wanted, naive_values(op, found, TraceOperands(rules, *operands)))
     return found
 
 
-CASES = {
-    'one neuron, no batch': dict(size=1, lead=(), inputs=1, outputs=1, bias=True),
-    'two axes of batch': dict(size=3, lead=(2, 1), inputs=5, outputs=3, density=0.5, bias=True),
-    'past a tile': dict(size=2, lead=(9,), inputs=131, outputs=130, steps=17),
-    'bfloat16': dict(size=2, lead=(9,), inputs=5, outputs=70, dtype='bfloat16', bias=True),
-    'many planes': dict(
-        size=5, lead=(2,), inputs=17, outputs=4, density=0.6, steps=70, stored='bfloat16'
-    ),
-}
+def naive_values(op, found, operands):
+    """What the naive definition says; a bias is the weight of an input that is always one."""
+    define = getattr(op.naive, op.name)
+    (new, read) = define(operands)
+    values = [{'weight': plane} for plane in new], {'weight': read}
+    if 'bias' in operands.trace[0]:
+        ones = np.ones((*operands.x.shape[:-1], 1))
+        rows = [e and {'weight': e['bias'][..., None, :]} for e in operands.trace]
+        new, read = define(dataclasses.replace(operands, x=ones, trace=rows))
+        for plane, row in zip(values[0], new, strict=True):
+            plane['bias'] = row[..., 0, :]
+        values[1]['bias'] = read[0]
+    return as_planes(found, (values[0], values[1] if found[1] else 0.0))
 
 
 @BACKENDS
 @OPS
-@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
+@pytest.mark.parametrize('case', CHECKED['trace_step'])
 def test_a_kernel_is_the_reference(op, backend, case):
     # The interpreter pads operands with NaN and starts results as NaN.
-    new, read = check(op, backend, given(op, **case))
+    new, read = check(op, backend, made(CHECKED[op.name][case]))
     assert np.any(np.asarray(new[0]['weight'], 'float32'))
     assert np.any(np.asarray(read['weight'], 'float32'))
 
@@ -150,13 +149,13 @@ def test_a_trace_that_is_not_live_counts_as_zero(op, backend, live):
 def test_the_product_is_counted_with_what_is_read(op, backend, stored):
     x, D, f, trace, signal = given(op, 2, (9,), 33, 70, 20, bias=True, stored=stored)
     w, rules = f[0][::-1], rules_of(True)
-    supports = getattr(op, backend).supports
+    asked = partial(supports, op, backend, rules, x, D, f, trace, signal)
 
     def both(backend, product=product, **options):
         run = call(op, backend, rules, **options)
         return lambda x, *rest: run(x, *rest, w=w, total=product(x, w))
 
-    assert supports(rules, x, D, f, trace, signal, w=w, total=product(x, w)) is None
+    assert asked(w=w, total=product(x, w)) is None
     found, plain = jax.jit(both(backend, interpret=True)), both('reference')
     new, read = found(x, D, f, trace, signal)
     wanted = jax.eval_shape(plain, x, D, f, trace, signal)
@@ -165,7 +164,7 @@ def test_the_product_is_counted_with_what_is_read(op, backend, stored):
     assert list(only) == ['bias'] and np.allclose(only['bias'], read['bias'], rtol=1e-4)
     _, alone = found(x, D, f, trace, None)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), alone, product(x, w))
-    assert 'shape' in supports(rules, x, D, f, trace, signal, w=w[..., :3], total=alone)
+    assert 'shape' in asked(w=w[..., :3], total=alone)
 
 
 def product(x, w):
@@ -180,10 +179,10 @@ def only_bias(x, w):
 def test_what_is_not_needed_is_not_read():
     x, D, f, trace, _ = given(STEP, 3, (2,), 3, 4)
     D = [[D[0][0], None, D[0][2]], [D[1][0], None, None], [None, None, None]]
-    todo = as_pass(x, D, f, trace, [None, None, None], None, None, window=False)
-    assert list(todo.operands.trace) == [0, 2]  # plane 1 forgets, and nobody looks at it
+    todo = pass_of(STEP, x, D, f, trace, [None, None, None])
+    assert list(todo.arrays.trace) == [0, 2]  # plane 1 forgets, and nobody looks at it
     assert list(todo.written) == [0, 1, 2] and todo.read is None
-    places = dict(enumerate(jax.tree.leaves(todo.operands)))
+    places = dict(enumerate(jax.tree.leaves(todo.arrays)))
     overwritten = {out: places[place].size for place, out in todo.aliases.items()}
     assert overwritten == {0: 24, 2: 24}
 
@@ -236,8 +235,7 @@ def test_steps_past_the_last_are_left_out(monkeypatch):
 def test_old_planes_are_read_before_any_is_overwritten(op, monkeypatch):
     """No interpreter would see it: in place, a plane that is overwritten too early is lost."""
     operands = given(op, 2, (3,), 40, 40)
-    x, D, f, trace, signal = operands
-    todo = as_pass(x, D, f, trace, signal, None, None, window=op is CARRY)
+    todo = pass_of(op, *operands)
     tile = outer_triton.choose_tile(todo)
     events = []
 
@@ -317,7 +315,7 @@ def test_a_kernel_batches_inside_a_scan(op, backend):
     rules = rules_of(False)
     kernel = call(op, backend, rules)
     plain = jax.jit(partial(three, call(op, 'reference', rules)))
-    found = jax.jit(partial(three, partial(kernel, interpret=True)))(*others, trace)
+    found = jax.jit(partial(three, call(op, backend, rules, interpret=True)))(*others, trace)
     assert_close(found, jax.eval_shape(plain, *others, trace), exact(plain, *others, trace))
     text = lowered(partial(three, kernel), *others, trace, platform=PLATFORM[backend])
     assert count_calls(text, PLATFORM[backend]) == 2
@@ -374,7 +372,7 @@ def test_a_kernel_says_what_it_does_not_take(op, backend):
     def asked(size=1, lead=(2,), inputs=3, outputs=4, dtype='float32', is_outer=True):
         made = given(op, size, lead, inputs, outputs, dtype=dtype, shapes=True)
         rules = dataclasses.replace(rules_of(False), is_outer=is_outer)
-        return getattr(op, backend).supports(rules, *made)
+        return supports(op, backend, rules, *made)
 
     assert asked() is None
     assert 'float16' in asked(dtype='float16')
@@ -382,12 +380,12 @@ def test_a_kernel_says_what_it_does_not_take(op, backend):
     assert 'outer product' in asked(is_outer=False)
     reason = dict(triton='takes 99 planes', mosaic='VMEM')[backend]
     assert reason in asked(size=9, lead=(8,), inputs=128, outputs=128)
-    supports = partial(getattr(op, backend).supports, rules_of(False))
+    with_operands = partial(supports, op, backend, rules_of(False))
     x, D, f, trace, signal = given(op, 1, (2,), 3, 4)
-    assert 'no plane' in supports(x, D, f, [None], signal)
-    assert 'nothing' in supports(x, [[None]], [None], trace, None)
-    assert 'outer product' in supports(None, D, f, trace, signal)
-    assert 'shape (4,)' in supports(x, [[D[0][0][0]]], f, trace, signal)
+    assert 'no plane' in with_operands(x, D, f, [None], signal)
+    assert 'nothing' in with_operands(x, [[None]], [None], trace, None)
+    assert 'outer product' in with_operands(None, D, f, trace, signal)
+    assert 'shape (4,)' in with_operands(x, [[D[0][0][0]]], f, trace, signal)
 
 
 @OPS
@@ -395,41 +393,38 @@ def test_a_kernel_says_what_it_does_not_take(op, backend):
 @pytest.mark.parametrize('size', [1, 4, 6])
 def test_a_tile_fits_into_memory(op, size, dtype):
     made = given(op, size, (64,), 512, 512, 1000, dtype=dtype, shapes=True)
-    x, D, f, trace, signal = made
-    todo = as_pass(x, D, f, trace, signal, None, None, window=op is CARRY)
+    todo = pass_of(op, *made)
     tile = outer_mosaic.choose_tile(todo)
     assert outer_mosaic.vmem_bytes(todo, tile) < 13 * 2**20
-    assert op.mosaic.supports(rules_of(False), *made) is None
-    assert op.triton.supports(rules_of(False), *made) is None
+    assert supports(op, 'mosaic', rules_of(False), *made) is None
+    assert supports(op, 'triton', rules_of(False), *made) is None
 
 
 @OPS
 def test_random_bits_take_room(op):
     """What was seen not to fit into VMEM, and to spill registers."""
-    x, D, f, trace, signal = made = given(op, 6, (8,), 512, 512, 64, stored='bfloat16', shapes=True)
-    without, drawn = (
-        as_pass(x, D, f, trace, signal, seed, None, window=op is CARRY) for seed in (None, 7)
-    )
+    made = given(op, 6, (8,), 512, 512, 64, stored='bfloat16', shapes=True)
+    without, drawn = (pass_of(op, *made, seed=seed) for seed in (None, 7))
     fits = outer_mosaic.vmem_bytes(drawn, outer_mosaic.choose_tile(without)) <= outer_mosaic.VMEM
     assert fits == (op is STEP)
     assert outer_mosaic.vmem_bytes(drawn, outer_mosaic.choose_tile(drawn)) <= outer_mosaic.VMEM
     assert outer_triton.choose_tile(drawn).inputs == (16 if op is CARRY else 8)
-    for kernel in (op.mosaic, op.triton):
-        assert kernel.supports(rules_of(False), *made, seed=7) is None
+    for backend in ('mosaic', 'triton'):
+        assert supports(op, backend, rules_of(False), *made, seed=7) is None
     more = given(CARRY, 7, (8,), 512, 512, 64, stored='bfloat16', shapes=True)
-    assert 'VMEM' in CARRY.mosaic.supports(rules_of(False), *more, seed=7)
+    assert 'VMEM' in supports(CARRY, 'mosaic', rules_of(False), *more, seed=7)
 
 
 @OPS
 def test_offsets_must_fit(op):
     made = given(op, 1, (2**11,), 2**10, 2**10, 2, dtype='bfloat16', shapes=True)
-    assert '32 bits' in op.triton.supports(rules_of(False), *made)
-    assert op.mosaic.supports(rules_of(False), *made) is None
+    assert '32 bits' in supports(op, 'triton', rules_of(False), *made)
+    assert supports(op, 'mosaic', rules_of(False), *made) is None
 
 
 @pytest.mark.parametrize(('inputs', 'outputs'), [(2**15, 4), (4, 2**15)], ids=str)
 def test_offsets_into_a_long_window_must_fit(inputs, outputs):
     made = given(CARRY, 1, (2**6,), inputs, outputs, 2**10, shapes=True)
-    assert '32 bits' in CARRY.triton.supports(rules_of(False), *made)
+    assert '32 bits' in supports(CARRY, 'triton', rules_of(False), *made)
     short = given(CARRY, 1, (2**6,), inputs, outputs, 2**9, shapes=True)
-    assert CARRY.triton.supports(rules_of(False), *short) is None
+    assert supports(CARRY, 'triton', rules_of(False), *short) is None
