@@ -1,6 +1,6 @@
 """What all learners show of a compiled model."""
 
-from typing import Any
+from typing import Any, Self
 
 import brainstate
 import jax
@@ -104,6 +104,26 @@ class ETraceAlgorithm(SequenceDriverMixin, brainstate.nn.Module):
     def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
         """Print the compilation report, or return it as text."""
         return self.graph_executor.show_graph(verbose, return_msg)
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        raise self._copy_error()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._copy_error()
+
+    def _copy_error(self) -> TypeError:
+        """The error for deep copies and pickles, whose steps would belong to others' states."""
+        return TypeError(
+            f'{type(self).__name__} can be neither deep-copied nor pickled: what is compiled '
+            "belongs to its own model's states. Compile a second learner of another model, and "
+            'carry the state over: learner.save(path), other.load(path). Another learner of the '
+            'same model is learner.with_backend(learner.backend).'
+        )
 
     def _states_of(self, kind: type) -> dict[Path, Any]:
         states = self.graph_executor.states

@@ -182,26 +182,6 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         other.plan, other.choices = None, other._kernel_choices()
         return other
 
-    def __copy__(self) -> Self:
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        return other
-
-    def __deepcopy__(self, memo: Any = None) -> Any:
-        raise self._copy_error()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._copy_error()
-
-    def _copy_error(self) -> TypeError:
-        """The error for deep copies and pickles, whose steps would belong to others' states."""
-        return TypeError(
-            f'{type(self).__name__} can be neither deep-copied nor pickled: what is compiled '
-            "belongs to its own model's states. Compile a second learner of another model, and "
-            'carry the state over: learner.save(path), other.load(path). Another learner of the '
-            'same model is learner.with_backend(learner.backend).'
-        )
-
     @property
     def driver(self) -> Driver:
         """What runs the compiled model with the engine."""
