@@ -29,9 +29,9 @@ def test_finite_differences_agree_with_bptt_and_leave_the_model_alone():
     model = gru()
     before = {path: state.value for path, state in model.states().items()}
     true = testing.bptt(model, XS, step_fn=loss_of(model))
-    found = testing.finite_differences(model, XS, step_fn=loss_of(model))
-    testing.compare(found, true).check(1e-6)
-    assert {leaf.dtype for leaf in jax.tree.leaves((true, found))} == {np.dtype('float64')}
+    differences = testing.finite_differences(model, XS, step_fn=loss_of(model))
+    testing.compare(differences, true).check(1e-6)
+    assert {leaf.dtype for leaf in jax.tree.leaves((true, differences))} == {np.dtype('float64')}
     for path, state in model.states().items():
         assert state.value is before[path]
 
@@ -51,8 +51,8 @@ def test_one_step_of_the_recurrence_is_bptt_of_one_step():
 def test_the_recurrence_is_not_bptt_where_an_op_reads_hidden_states():
     model = gru()
     true = testing.bptt(model, XS, step_fn=loss_of(model))
-    found = testing.recurrence(model, XS, step_fn=loss_of(model))
-    assert testing.compare(found, true).worst > 0.01
+    online = testing.recurrence(model, XS, step_fn=loss_of(model))
+    assert testing.compare(online, true).worst > 0.01
 
 
 def test_windows_approach_bptt_as_they_grow():
@@ -110,8 +110,8 @@ def test_sequences_must_have_a_common_length(oracle):
 
 def test_a_comparison_reports_error_angle_and_length_by_parameter():
     true = {('a',): np.array([3.0, 4.0]), ('b',): {'w': np.zeros(2)}}
-    found = {('a',): np.array([6.0, 8.0]), ('b',): {'w': np.zeros(2)}}
-    result = testing.compare(found, true)
+    ours = {('a',): np.array([6.0, 8.0]), ('b',): {'w': np.zeros(2)}}
+    result = testing.compare(ours, true)
     assert result.agreements['a',] == testing.Agreement(1.0, 1.0, 2.0)
     assert result.agreements['b',] == testing.Agreement(0.0, 1.0, 1.0)
     assert result.worst == 1.0

@@ -28,9 +28,20 @@ def build(name, vjp_method='single-step'):
     return model, executor, xs
 
 
-def close(found, true, rtol=1e-10):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
+def close(ours, true, rtol=1e-10):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(true), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+def test_a_scope_decides_what_is_compiled():
+    class Asked(btf.Scope):
+        def follows(self, op, params):
+            raise NotImplementedError('asked about an op')
+
+    model, inputs = MODELS['gru'].build(BATCH)
+    executor = btf.ETraceVjpGraphExecutor(model, scope=Asked())
+    with pytest.raises(NotImplementedError, match='asked about an op'):
+        executor.compile_graph(jax.tree.map(lambda a: a[0], inputs(0, STEPS)))
 
 
 def test_the_method_is_one_of_two():
@@ -61,18 +72,18 @@ def test_jacobians_are_those_of_dense_ones_at_each_position(name):
     close(state_values(model)[:2], before[:2], rtol=0)
     groups = executor.graph.hidden_groups
     dense = dense_factors(model, xs[0], MODELS[name].expected.groups)
-    for group, found, rows in zip(groups, D, dense.D, strict=True):
-        assert found.shape == (*group.varshape, group.num_state, group.num_state)
-        close(found, jnp.stack([jnp.stack(row, -1) for row in rows], -2))
+    for group, jacobian, rows in zip(groups, D, dense.D, strict=True):
+        assert jacobian.shape == (*group.varshape, group.num_state, group.num_state)
+        close(jacobian, jnp.stack([jnp.stack(row, -1) for row in rows], -2))
     calls = [f_of for f_of in dense.f]
     relations = executor.graph.hidden_param_op_relations
     assert set(x_by_op) == set(range(len(relations)))
-    for (r, g), found in f.items():
-        assert found.shape == (*groups[g].varshape, groups[g].num_state)
+    for (r, g), factor in f.items():
+        assert factor.shape == (*groups[g].varshape, groups[g].num_state)
         assert r < len(relations)
         candidates = [jnp.stack(c[g], -1) for c in calls if c[g] is not None]
-        assert any(np.allclose(found, c, rtol=1e-10, atol=1e-12) for c in candidates)
-    assert any(np.any(found != 0) for found in D)
+        assert any(np.allclose(factor, c, rtol=1e-10, atol=1e-12) for c in candidates)
+    assert any(np.any(jacobian != 0) for jacobian in D)
 
 
 def test_a_window_has_jacobians_with_a_time_axis():
@@ -155,10 +166,10 @@ def test_multi_step_residuals_differentiate_the_whole_window():
         return total
 
     by_params, by_hidden = jax.grad(loss, argnums=(0, 1))(start.params, start.hidden)
-    found = {**ct_untraced, **ct_traced}
-    assert set(found) == set(by_params)
+    cotangents = {**ct_untraced, **ct_traced}
+    assert set(cotangents) == set(by_params)
     for path, true in by_params.items():
-        close(found[path], true)
+        close(cotangents[path], true)
     close(ct_hidden, by_hidden)
 
 

@@ -27,9 +27,9 @@ def plain(body, carry, xs):
 
 
 def check_same(body, carry, xs):
-    found, expected = loop(body, carry, xs), plain(body, carry, xs)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    split, expected = loop(body, carry, xs), plain(body, carry, xs)
+    assert jax.tree.structure(split) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(split), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -235,9 +235,9 @@ def test_inputs_and_states_side_by_side_are_multiplied_apart(x64, order):
         return (new, w), joined * 2, joined.T @ new
 
     carry = jnp.ones((2, 4)), weights
-    found, expected = loop(body, carry, xs), plain(body, carry, xs)
+    split, expected = loop(body, carry, xs), plain(body, carry, xs)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, split, expected)
     inside, _ = scanned(body, carry, xs)
     rows = [eqn.invars[1].aval.shape[0] for eqn in inside if _is_product(eqn)]
     assert rows == {'xhh': [8], 'hxh': [4, 4]}.get(order, [4])
@@ -272,8 +272,8 @@ def test_products_that_stay_whole(inputs, dtype):
     carry = jnp.ones((2, 4), dtype), weights
     inside, _ = scanned(body, carry, xs)
     assert [eqn.invars[1].aval.shape for eqn in inside if _is_product(eqn)] == [weights.shape]
-    found, expected = loop(body, carry, xs), plain(body, carry, xs)
-    np.testing.assert_array_equal(found[1], expected[1])
+    split, expected = loop(body, carry, xs), plain(body, carry, xs)
+    np.testing.assert_array_equal(split[1], expected[1])
 
 
 def test_joined_along_an_axis_that_is_not_summed():
@@ -358,9 +358,9 @@ def test_what_is_zero_in_all_steps_is_known():
         count.value = count.value + x
         return {'none': -jnp.zeros(2), 'ones': jnp.ones(2), 'some': 0 * count.value}, x
 
-    found = StatefulLoop(step, (jnp.ones((3, 2)),))
-    assert found.are_zero == {'none': True, 'ones': False, 'some': False}
-    assert jax.tree.map(len, found((jnp.ones((3, 2)),))[0]) == {'none': 1, 'ones': 1, 'some': 3}
+    stateful = StatefulLoop(step, (jnp.ones((3, 2)),))
+    assert stateful.are_zero == {'none': True, 'ones': False, 'some': False}
+    assert jax.tree.map(len, stateful((jnp.ones((3, 2)),))[0]) == {'none': 1, 'ones': 1, 'some': 3}
 
 
 @settings(max_examples=15)
@@ -396,6 +396,6 @@ def test_random_bodies(x64, batch, seed):
     states = [jnp.asarray(draw.normal(size=(batch, 4))) for _ in range(2)]
     xs = jnp.asarray(draw.normal(size=(5, batch, 9)))
     carry = *states, weights, weights['h'] / 2
-    found, expected = loop(body, carry, xs), plain(body, carry, xs)
+    split, expected = loop(body, carry, xs), plain(body, carry, xs)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, split, expected)

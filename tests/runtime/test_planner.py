@@ -84,9 +84,9 @@ def test_the_compiled_program_stays_within_the_budget(model, rule):
     least = counted(learner)
     for steps in (5, 40):
         budget = least.bytes(steps)
-        found = temporary_bytes(learner, 200, memory_budget=budget)
+        temporary = temporary_bytes(learner, 200, memory_budget=budget)
         assert learner.plan.steps == steps and learner.plan.bytes == budget
-        assert budget / 4 < found <= budget
+        assert budget / 4 < temporary <= budget
 
 
 def counted(learner, length=1000, **options):
@@ -123,9 +123,9 @@ def test_memory_does_not_grow_with_the_sequence(rule):
     learner = new_learner('two planes', rule)
     budget = counted(learner).bytes(25)
     for short, long in [(200, 2000), (199, 1999)]:  # the second pair needs windows of two lengths
-        found = [temporary_bytes(learner, n, memory_budget=budget) for n in (short, long)]
-        assert max(found) <= budget
-        assert found[1] <= 1.05 * found[0]
+        temporary = [temporary_bytes(learner, n, memory_budget=budget) for n in (short, long)]
+        assert max(temporary) <= budget
+        assert temporary[1] <= 1.05 * temporary[0]
 
 
 def test_fresh_sequences_in_one_window_need_no_trace():
@@ -168,8 +168,8 @@ def test_the_budget_does_not_change_the_gradient(budget):
         learner = new_learner(**options)
         return learner.etrace_grad(xs, step_fn=lambda x: (learner(x) ** 2).sum())
 
-    found, expected = gradient(memory_budget=budget), gradient(memory_budget='1TB')
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    in_windows, expected = gradient(memory_budget=budget), gradient(memory_budget='1TB')
+    for a, b in zip(jax.tree.leaves(in_windows), jax.tree.leaves(expected), strict=True):
         assert np.any(b != 0)
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5 * np.abs(b).max())
 
