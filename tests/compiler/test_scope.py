@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
-from tests.compiler.checks import assert_step_gradient_is_exact, draw, evaluate, param
+from tests.compiler.checks import draw, param
+from tests.oracles.compiled_step import assert_step_gradient_is_exact, evaluate
 
 N = 3
 pytestmark = pytest.mark.usefixtures('x64')
