@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[1] / 'docs' / 'accelerators.md'
 
 
 def main() -> int:
-    """Returns how many faults were found, as a status."""
+    """Returns whether anything is wrong, as a status."""
     parser = argparse.ArgumentParser(prog='python -m accelerators', description=__doc__)
     parser.add_argument('--targets', nargs='+', choices=TARGETS, default=TARGETS)
     parser.add_argument('--jobs', type=int, default=2, help='processes that compile side by side')
@@ -36,11 +36,11 @@ def main() -> int:
         gpus = [target for target in targets if target in GPUS]
         passed = [pool.submit(escaped, target) for target in targets]
         passed += [pool.submit(escaped_windows, target) for target in gpus[:1]]
-        found = [pool.submit(check, make, targets) for make in all_cases()]
+        checked = [pool.submit(check, make, targets) for make in all_cases()]
         launched = [pool.submit(check_windows, target) for target in gpus]
         print('| ' + ' | '.join(HEADER) + ' |', flush=True)
         rows = []
-        for future in found:
+        for future in checked:
             rows += future.result()
             print(*map(as_line, rows[-len(targets) :]), sep='\n', flush=True)
         windows = [row for future in launched for row in future.result()]

@@ -112,7 +112,7 @@ BROKEN = [
 
 def escaped(target: str) -> list[str]:
     """The kernels that are broken on a target and of which the expected fault is not found."""
-    found = []
+    missed = []
     for broken in BROKEN:
         if target in broken.targets:
             case = Case(
@@ -127,7 +127,7 @@ def escaped(target: str) -> list[str]:
             )
             faults = measure(case, target, donate=broken.donate).faults
             if not any(re.search(broken.fault, fault, re.IGNORECASE) for fault in faults):
-                found.append(
+                missed.append(
                     f'{broken.name}, {target}: expected {broken.fault!r}, found {list(faults)}'
                 )
-    return found
+    return missed

@@ -37,6 +37,7 @@ __all__ = [
     'all_cases',
     'as_arrays',
     'case_of',
+    'first_step',
     'floor',
     'implementation',
     'plain_formula',
@@ -163,18 +164,22 @@ def case_of(spec: Spec) -> Case:
     return Case(spec.op, spec.dtype, shape, spec.arrays(), pack)
 
 
-def _jacobian(spec: JacobianSpec) -> Case:
+def first_step(spec: JacobianSpec) -> tuple[Sequence[Any], dict[Any, Any]]:
+    """The transitions of a model, and the values of all variables in its first step."""
     with (
         brainstate.environ.context(dt=0.1 * u.ms, precision=spec.precision),
-        mock.patch.object(models, 'N', spec.neurons),
+        mock.patch.object(models, 'N', spec.neurons or models.N),
     ):
         network, inputs = models.MODELS[spec.model].build(spec.batch)
         x = jax.tree.map(lambda a: a[0], inputs(0, 1))
         graph = compile_etrace_graph(network, x)
         info = graph.module_info
         states = [state.value for state in info.compiled_model_states]
-        values = info.jaxpr_call(x, old_state_vals=states)[-1]
-    transition = graph.transitions[0]
+        return graph.transitions, info.jaxpr_call(x, old_state_vals=states)[-1]
+
+
+def _jacobian(spec: JacobianSpec) -> Case:
+    (transition, *_), values = first_step(spec)
     read = [row.constvars for row in transition.rows]
     inputs = (*transition.hidden_invars, *transition.y_vars)
     variables = list(dict.fromkeys([*inputs, *(v for row in read for v in row)]))

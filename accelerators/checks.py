@@ -131,12 +131,12 @@ def faults_of_comparison(row: Row, halved: bool) -> list[str]:
     if row.auto == 'jax':
         wrong = f'auto takes plain JAX, which moves {row.planes} bytes, not {row.moved}'
         return [] if as_few else [wrong]
-    found = []
+    faults = []
     if as_few:
-        found.append(f'auto takes it, and plain JAX moves {row.planes} bytes, no more')
+        faults.append(f'auto takes it, and plain JAX moves {row.planes} bytes, no more')
     if halved and 0 < row.stacked < LEAST * row.moved:
-        found.append(f'it moves {row.moved} bytes, and XLA for stacked planes {row.stacked}')
-    return found
+        faults.append(f'it moves {row.moved} bytes, and XLA for stacked planes {row.stacked}')
+    return faults
 
 
 def _faults_of_trace(case: Case, compiled: Any, kind: str) -> list[str]:
@@ -146,13 +146,13 @@ def _faults_of_trace(case: Case, compiled: Any, kind: str) -> list[str]:
     size = largest.size * largest.dtype.itemsize
     memory = compiled.memory_analysis()
     least = max(size, 8)  # a single number may be the flag of the trace
-    found = [f'it copies {n} bytes' for n in copies(compiled.as_text()) if n >= least]
+    faults = [f'it copies {n} bytes' for n in copies(compiled.as_text()) if n >= least]
     if memory.temp_size_in_bytes >= (size if kind == 'triton' else max(RESERVE, _tiled(largest))):
-        found.append(f'it takes {memory.temp_size_in_bytes} bytes beside a trace of {size}')
+        faults.append(f'it takes {memory.temp_size_in_bytes} bytes beside a trace of {size}')
     total = sum(plane.size * plane.dtype.itemsize for plane in planes)
     if memory.alias_size_in_bytes < total:
-        found.append(f'it updates {memory.alias_size_in_bytes} of {total} bytes in place')
-    return found
+        faults.append(f'it updates {memory.alias_size_in_bytes} of {total} bytes in place')
+    return faults
 
 
 def _tiled(array: Any) -> int:

@@ -166,8 +166,8 @@ def _evaluate(
         elif hasattr(inner, 'consts'):
             results = _evaluate(inner.jaxpr, inner.consts, given, rng, moved)
         else:
-            found = eqn.primitive.bind(*given, **eqn.params)
-            results = found if eqn.primitive.multiple_results else [found]
+            results = eqn.primitive.bind(*given, **eqn.params)
+            results = results if eqn.primitive.multiple_results else [results]
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -244,11 +244,11 @@ class Program:
 
     def load(self, operation: Operation, at: Pointers, mask: Any = True, other: Any = None) -> Any:
         blank = other if other is not None else np.nan if operation.dtype.kind in 'fV' else 0
-        found = np.array(np.broadcast_to(blank, operation.shape), operation.dtype)
+        values = np.array(np.broadcast_to(blank, operation.shape), operation.dtype)
         if operation.used:  # Triton removes a load that nothing uses
             mask = np.broadcast_to(mask, operation.shape)
-            found[mask] = at.buffer.load(self.number, np.asarray(at.places)[mask])
-        return found
+            values[mask] = at.buffer.load(self.number, np.asarray(at.places)[mask])
+        return values
 
     def store(self, at: Pointers, values: Any, mask: Any = True) -> None:
         places = np.asarray(at.places)

@@ -175,14 +175,14 @@ def _kernels(folder: Path) -> list[Kernel]:
     """Assemble what the compiler has dumped."""
     dynamic = re.findall(r'\]\s+(\w+) grid.*shared_memory: (\d+)', _thunks(folder))
     shared = {name: int(size) for name, size in dynamic}
-    found = []
+    kernels = []
     for path in sorted(folder.glob('*.ptx')):
         source = path.read_text()
         entry = re.search(r'\.entry (\w+)', source)
         if entry:
             told = _assemble(path, re.search(r'\.target (\w+)', source)[1])
             static = sum(map(int, re.findall(r'(\d+) bytes smem', told)))
-            found.append(
+            kernels.append(
                 Kernel(
                     entry[1],
                     max(map(int, re.findall(r'Used (\d+) registers', told))),
@@ -190,7 +190,7 @@ def _kernels(folder: Path) -> list[Kernel]:
                     static + shared.get(entry[1], 0),
                 )
             )
-    return found
+    return kernels
 
 
 def _assemble(path: Path, target: str) -> str:

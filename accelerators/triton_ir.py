@@ -61,17 +61,17 @@ def launches(f: Callable[..., Any], *operands: Any) -> list[Launch]:
         warnings.filterwarnings('ignore', 'The Pallas Triton backend', DeprecationWarning)
         traced = jax.jit(f).trace(*operands)
         module = traced.lower(lowering_platforms=('cuda',)).compiler_ir('stablehlo')
-    found: list[Launch] = []
+    launches: list[Launch] = []
 
     def visit(operation: Any) -> Any:
         if operation.name == 'stablehlo.custom_call':
             target = ir.StringAttr(operation.attributes['call_target_name']).value
             if target == TARGET:
-                found.append(_launch(operation))
+                launches.append(_launch(operation))
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
-    return found
+    return launches
 
 
 def _launch(operation: Any) -> Launch:

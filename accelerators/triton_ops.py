@@ -154,33 +154,33 @@ def apply(operation: Operation, operands: list[Any]) -> np.ndarray:
     dialect, _, name = operation.name.partition('.')
     told = operation.attributes
     if dialect == 'arith' and name in ARITHMETIC:
-        found = ARITHMETIC[name](*operands)
+        result = ARITHMETIC[name](*operands)
     elif dialect == 'math' and name in FUNCTIONS:
-        found = FUNCTIONS[name](*operands)
+        result = FUNCTIONS[name](*operands)
     else:
         match operation.name:
             case 'arith.constant':
-                found = np.broadcast_to(told['value'], operation.shape)
+                result = np.broadcast_to(told['value'], operation.shape)
             case 'arith.cmpi':
-                found = COMPARE_INTEGERS[told['predicate']](*operands)
+                result = COMPARE_INTEGERS[told['predicate']](*operands)
             case 'arith.cmpf':
-                found = COMPARE_FLOATS[told['predicate']](*operands)
+                result = COMPARE_FLOATS[told['predicate']](*operands)
             case 'arith.bitcast' | 'tt.bitcast':
-                found = np.asarray(operands[0]).view(operation.dtype)
+                result = np.asarray(operands[0]).view(operation.dtype)
             case 'tt.extern_elementwise':
-                found = _library_function(told['symbol'])(*operands)
+                result = _library_function(told['symbol'])(*operands)
             case 'tt.make_range':
-                found = np.arange(told['start'], told['end'])
+                result = np.arange(told['start'], told['end'])
             case 'tt.expand_dims':
-                found = np.expand_dims(operands[0], told['axis'])
+                result = np.expand_dims(operands[0], told['axis'])
             case 'tt.splat' | 'tt.broadcast':
-                found = np.broadcast_to(operands[0], operation.shape)
+                result = np.broadcast_to(operands[0], operation.shape)
             case 'tt.reshape':
-                found = np.reshape(operands[0], operation.shape)
+                result = np.reshape(operands[0], operation.shape)
             case 'tt.trans':
-                found = np.transpose(operands[0], told['order'])
+                result = np.transpose(operands[0], told['order'])
             case 'tt.dot':
-                found = _dot(*operands, exact=told['inputPrecision'] == IEEE)
+                result = _dot(*operands, exact=told['inputPrecision'] == IEEE)
             case _:
                 raise NotImplementedError(f'the emulator has no {operation.name}: add it to apply')
-    return np.asarray(found).astype(operation.dtype or 'int64', copy=False)
+    return np.asarray(result).astype(operation.dtype or 'int64', copy=False)

@@ -99,14 +99,14 @@ class WindowRow(NamedTuple):
     def faults(self) -> list[str]:
         """What is wrong."""
         counts = {steps: len(names) for steps, names in self.launched.items()}
-        found = [
+        faults = [
             f'a window of {steps} steps launches {count}, more than {MOST} per relation'
             for steps, count in counts.items()
             if count > MOST * self.relations
         ]
         if len(set(counts.values())) > 1:
-            found.append(f'the launches depend on the number of steps: {counts}')
-        return found
+            faults.append(f'the launches depend on the number of steps: {counts}')
+        return faults
 
 
 def check_windows(target: str) -> list[WindowRow]:

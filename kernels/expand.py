@@ -1,8 +1,8 @@
 """Primitives that a kernel language lacks, in terms of those that it has.
 
 Each expansion is a function of the operands, with the parameters of the primitive as keywords; in a
-kernel it is evaluated on tiles. What comes from other libraries is expanded on every platform, and
-the rest where it is missing.
+kernel it is evaluated on tiles. Primitives of other libraries are expanded in every kind of kernel,
+those of JAX only where the kernel language lacks them.
 """
 
 from collections.abc import Callable, Collection
@@ -19,7 +19,7 @@ EXPANSIONS: dict[str, dict[str, Callable[..., Any]]] = {'triton': {}, 'mosaic': 
 
 
 def register_expansion(
-    primitive: str, function: Callable[..., Any], kinds: Collection[str] = ('triton', 'mosaic')
+    primitive: str, function: Callable[..., Any], kinds: Collection[str] | None = None
 ) -> None:
     """Let kernels evaluate a primitive that they lack.
 
@@ -30,8 +30,8 @@ def register_expansion(
     function : callable
         ``(*operands, **params)``, in position-wise JAX that kernels have; returns the result, or a
         tuple or list of results if the primitive has several.
-    kinds : collection of {'triton', 'mosaic'}
-        For which kernels.
+    kinds : collection of str, optional
+        For which kinds of kernels, such as ``'triton'`` and ``'mosaic'``; all of them if left out.
 
     Examples
     --------
@@ -39,15 +39,15 @@ def register_expansion(
     >>> from braintrace_fast.kernels.expand import register_expansion
     >>> register_expansion('my_spike', lambda v: jnp.where(v >= 0, 1.0, 0.0))
     """
-    unknown = {*kinds} - {*EXPANSIONS}
+    unknown = {*(kinds or ())} - {*EXPANSIONS}
     if unknown:
         raise ValueError(f'There are no {sorted(unknown)} kernels; choose among {[*EXPANSIONS]}.')
-    for kind in kinds:
+    for kind in EXPANSIONS if kinds is None else kinds:
         EXPANSIONS[kind][primitive] = function
 
 
 def _heaviside(x: jax.Array, dx: jax.Array | None = None, **_: Any) -> tuple[jax.Array]:
-    """The spike of a surrogate: 1 from threshold on. What it is learned by is not evaluated."""
+    """The spike: 1 from the threshold on; the surrogate of its gradient is not evaluated."""
     return (jnp.where(x >= 0, 1, 0).astype(x.dtype),)
 
 
@@ -69,7 +69,7 @@ def _expm1(x: jax.Array, **_: Any) -> jax.Array:
 def _cbrt(x: jax.Array, **_: Any) -> jax.Array:
     size = jnp.where(x == 0, 1, jnp.abs(x))
     root = jnp.exp(jnp.log(size) / 3)
-    root = root - (root - size / (root * root)) / 3  # one step of Newton's
+    root = root - (root - size / (root * root)) / 3  # one step of Newton's method
     return jnp.where(x == 0, 0, jnp.sign(x) * root)
 
 
@@ -88,7 +88,7 @@ def _cosh(x: jax.Array) -> jax.Array:
 
 
 def _erf(x: jax.Array, **_: Any) -> jax.Array:
-    """Its Taylor series near zero, beyond that Abramowitz and Stegun 7.1.26: 2e-7 at most apart."""
+    """Its Taylor series near zero, else Abramowitz and Stegun 7.1.26: off by at most 2e-7."""
     size = jnp.abs(x)
     t = 1 / (1 + 0.3275911 * size)
     tail = t * (
@@ -101,9 +101,9 @@ def _erf(x: jax.Array, **_: Any) -> jax.Array:
 
 
 def _round(x: jax.Array, *, rounding_method: Any = 0, **_: Any) -> jax.Array:
-    """By what is left of the size above its floor, which is exact; of ``x + 0.5`` it would not be.
+    """By the part of the magnitude above its floor, which is exact; ``floor(x + 0.5)`` is not.
 
-    Halves go away from zero, or to an even number.
+    Halves are rounded away from zero, or to even.
     """
     size = jnp.abs(x)
     below = jnp.floor(size)
@@ -120,11 +120,11 @@ def _one_minus_square(x: jax.Array, **_: Any) -> jax.Array:
 
 
 def _select_n(which: jax.Array, *cases: jax.Array) -> jax.Array:
-    """By comparisons, for kernels that select by truth values alone."""
-    found = cases[0]
+    """By comparisons, for kernels that can select by booleans only."""
+    chosen = cases[0]
     for number, case in enumerate(cases[1:], start=1):
-        found = jnp.where(which if which.dtype == bool else which == number, case, found)
-    return found
+        chosen = jnp.where(which if which.dtype == bool else which == number, case, chosen)
+    return chosen
 
 
 _ON_ALL: dict[str, Callable[..., Any]] = {

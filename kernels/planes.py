@@ -31,7 +31,7 @@ Plane = jax.Array | None
 
 
 def add(parts: Iterable[Plane]) -> Plane:
-    """The sum of what is there; None if nothing is."""
+    """The sum of the planes that are there; None if there are none."""
     total = None
     for part in parts:
         if part is not None:
@@ -45,10 +45,10 @@ def times(a: Plane, b: Plane) -> Plane:
 
 
 def if_live(live: Any, made: PyTree) -> PyTree:
-    """What was made of a trace, zero if there is a flag and it is not set.
+    """What was computed from a trace, or zero if there is a flag and it is not set.
 
-    A choice and no product, because a dead trace may hold anything, and of what was made and not of
-    the trace itself, which would be a pass over it.
+    It selects and does not multiply, because a dead trace may hold NaNs; and it selects what was
+    computed, not the trace, which would cost a pass over it.
     """
     if live is None:
         return made
@@ -56,7 +56,7 @@ def if_live(live: Any, made: PyTree) -> PyTree:
 
 
 def closure(pattern: Sequence[Sequence[bool]]) -> list[list[bool]]:
-    """Which products of any number of matrices of a pattern, none included, can be non-zero."""
+    """Where products of any number of matrices of a pattern, also of none, can be non-zero."""
     size = range(len(pattern))
     reached = [[s == q for q in size] for s in size]
     for _ in size:
@@ -68,14 +68,14 @@ def closure(pattern: Sequence[Sequence[bool]]) -> list[list[bool]]:
 
 
 def check_planes(op: str, size: int, **given: Sequence[Any] | None) -> None:
-    """Refuse operands of an op that have another number of planes than its group."""
+    """Refuse operands whose number of planes is not that of their group."""
     for name, planes in given.items():
         if planes is not None and len(planes) != size:
             raise ValueError(f'{op}: {name} has {len(planes)} planes, expected {size}.')
 
 
 def check_shapes(op: str, planes: PyTree) -> None:
-    """Refuse planes of a window that differ in more than being the same in all steps."""
+    """Refuse planes of a window that do not broadcast to one shape, as steps and positions may."""
     shapes = {plane.shape for plane in jax.tree.leaves(planes)}
     whole = {shape for shape in shapes if set(shape) != {1}} or shapes  # or all are of one number
     if len({shape[1:] for shape in whole}) != 1 or len({shape[0] for shape in whole} - {1}) > 1:
@@ -92,7 +92,7 @@ def walk(
     xs: PyTree,
     reverse: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """``lax.scan``, of which ``xs`` that are the same in all steps may have a leading axis of 1.
+    """``lax.scan`` in which ``xs`` that are the same in all steps may have a leading axis of 1.
 
     Examples
     --------
@@ -118,9 +118,9 @@ def walk(
 
 
 def update_order(pattern: Sequence[Sequence[bool]]) -> list[int]:
-    """An order in which planes can be overwritten: each before those whose old value it reads.
+    """An order to overwrite planes in: each before the planes whose old values it reads.
 
-    Planes that read each other come last, as they stand: no order serves them.
+    Planes that read each other come last, in their own order, as no order would do for them.
 
     Examples
     --------
@@ -138,11 +138,10 @@ def update_order(pattern: Sequence[Sequence[bool]]) -> list[int]:
 
 
 def after(plane: Plane, done: PyTree) -> Plane:
-    """The same plane, which on a CPU is not known before ``done`` is.
+    """The same plane, which on a CPU becomes available only after ``done``.
 
-    XLA for CPUs updates an array in place only if all that reads its old value is bound to run
-    before; what is not bound costs a copy of the array. Elsewhere, a fusion of all readers does
-    better, and this does nothing.
+    XLA for CPUs updates an array in place only if every reader of its old value is known to run
+    first; otherwise it copies the array. Elsewhere it fuses all readers, and this does nothing.
     """
     if plane is None:
         return None
@@ -153,7 +152,7 @@ def after(plane: Plane, done: PyTree) -> Plane:
 
 
 def _bound(plane: jax.Array, done: jax.Array) -> jax.Array:
-    """Unlike any other reader, a branch reads arrays that are there, not the way to a number."""
+    """A branch waits for the whole array; any other reader might be fused with what computes it."""
 
     def first(done: jax.Array) -> jax.Array:
         return done[(0,) * done.ndim].astype(plane.dtype)
@@ -161,7 +160,7 @@ def _bound(plane: jax.Array, done: jax.Array) -> jax.Array:
     def zero(done: jax.Array) -> jax.Array:
         return jnp.zeros((), plane.dtype)
 
-    never = plane[(0,) * plane.ndim] > jnp.inf  # which no compiler knows
+    never = plane[(0,) * plane.ndim] > jnp.inf  # which no compiler can know
     return plane + lax.cond(never, first, zero, done)
 
 
@@ -191,9 +190,9 @@ def read_trace(
 
 
 def add_read(total: Any, read: Any) -> Any:
-    """The gradient of a product and what is read of a trace, of which either may be None.
+    """The gradient of a product plus what is read of a trace; either may be None.
 
-    What the first has no entry for is left out.
+    Entries that the first does not have are left out.
     """
     if total is None or read is None:
         return read if total is None else total

@@ -189,11 +189,23 @@ class SmoothSpec:
 
 @dataclass(frozen=True)
 class JacobianSpec:
-    """The first transition of a model of the tests, with a batch or without one."""
+    """The transitions of a model of the tests, of which the first is compiled.
+
+    Attributes
+    ----------
+    model : str
+        Its name.
+    batch : int or None
+        How many examples there are; None for no axis of examples.
+    neurons : int, optional
+        How many neurons; as many as in other tests if left out.
+    precision : int or str
+        That of the model, as ``brainstate`` takes it.
+    """
 
     model: str
     batch: int | None
-    neurons: int
+    neurons: int | None = None
     precision: int | str = 32
 
     op: ClassVar[str] = 'hidden_jacobian'
@@ -295,7 +307,11 @@ _CHECKED_TRACES = {
 }
 _CHECKED_STEPS = {'past a tile': 17, 'many planes': 70}
 
+_LAYERS = ('gru', 'lstm', 'lif', 'alif_expon', 'gif_expon', 'coba_ei', 'stp', 'lif_expon_shared')
+_WRITTEN = ('custom_jvp', 'custom_vjp', 'layer_norm', 'lateral', 'jit', 'scan')
+
 CHECKED: dict[str, dict[str, Any]] = {
+    'hidden_jacobian': {model: JacobianSpec(model, 3) for model in _LAYERS + _WRITTEN},
     'trace_step': _CHECKED_TRACES,
     'trace_carry': {
         name: replace(spec, steps=_CHECKED_STEPS.get(name, 3))

@@ -15,7 +15,7 @@ Planes = Sequence[Plane]
 
 
 class Adjoint(NamedTuple):
-    """What a window of K steps says of its entry, of its ops and of its exit.
+    """The cotangents of a window of K steps, and how its exit depends on what came before.
 
     Attributes
     ----------

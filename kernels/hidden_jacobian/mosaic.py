@@ -14,13 +14,15 @@ from jax.experimental.pallas import tpu as pltpu
 from .._pallas import result, split
 from ..planes import Plane
 from .operands import JacobianOperands
-from .program import evaluate, kind_of, program_of, reason
+from .program import COMMON, evaluate, kind_of, program_of, reason
 from .tiling import as_rows
 
 __all__ = ['hidden_jacobian', 'redundant', 'supports', 'tile_of']
 
 BUFFERS = 8 * 2**20
 """What the blocks of a tile may take, of the 16 MiB of VMEM."""
+KNOWN = COMMON | {'atan2', 'erf', 'erf_inv', 'nextafter', 'round'}
+"""The primitives that Mosaic evaluates position by position."""
 ROWS, LANES = 16, 512
 ARRAYS = BUFFERS // (2 * 4 * ROWS * LANES)
 """How many arrays there may be: two buffers of the smallest tile of each fit."""
@@ -36,7 +38,7 @@ def redundant(operands: JacobianOperands) -> str | None:
 
 def supports(operands: JacobianOperands) -> str | None:
     """Why there is no kernel for this transition, or None."""
-    return reason(operands, 'mosaic', ARRAYS)
+    return reason(operands, 'mosaic', KNOWN, ARRAYS)
 
 
 def tile_of(rows: int, columns: int, arrays: int) -> tuple[int, int]:
@@ -65,9 +67,9 @@ def hidden_jacobian(operands: JacobianOperands, *, interpret: Any = False) -> li
 
     def kernel(*refs: Any) -> None:
         given, planes = split(refs, len(arrays))
-        found = evaluate(program, 'mosaic', [ref[...] for ref in given])
-        for ref, plane in zip(planes, found, strict=True):
-            ref[...] = jnp.broadcast_to(plane, tile)
+        tiles = evaluate(program, 'mosaic', [ref[...] for ref in given])
+        for ref, value in zip(planes, tiles, strict=True):
+            ref[...] = jnp.broadcast_to(value, tile)
 
     planes = pl.pallas_call(
         kernel,

@@ -12,7 +12,7 @@ from ..expand import EXPANSIONS
 from . import reference
 from .operands import JacobianOperands
 
-__all__ = ['Program', 'evaluate', 'kind_of', 'program_of', 'reason']
+__all__ = ['COMMON', 'Program', 'evaluate', 'kind_of', 'program_of', 'reason']
 
 COMMON = frozenset(
     """
@@ -21,15 +21,10 @@ COMMON = frozenset(
     sqrt square sub tan tanh xor
     """.split()
 )
-KNOWN = {
-    'triton': COMMON
-    | set('acos acosh asin asinh atan atan2 atanh cbrt cosh erf_inv expm1 nextafter sinh'.split()),
-    'mosaic': COMMON | {'atan2', 'erf', 'erf_inv', 'nextafter', 'round'},
-}
-"""What a kernel language evaluates position by position."""
+"""What every kernel language evaluates position by position."""
 
 UNCHANGED = frozenset('broadcast_in_dim copy expand_dims reshape squeeze stop_gradient'.split())
-"""What does nothing on tiles, which broadcast by themselves."""
+"""What tiles do not need, because they broadcast by themselves."""
 
 FLOATS = ('float32', 'bfloat16')
 OTHERS = ('bool', 'int8', 'int16', 'int32', 'uint8', 'uint16', 'uint32')
@@ -89,10 +84,10 @@ def program_of(operands: JacobianOperands) -> Program:
 
 
 def kind_of(shape: Sequence[int], varshape: Sequence[int]) -> str:
-    """What an array holds beside states of a shape: a ``'full'`` one has a number per position.
+    """How an array lies beside states of a shape: a ``'full'`` one has a number per position.
 
-    One ``'row'`` serves all, or a ``'column'`` has a number for each of them, or there is ``'one'``
-    number in all; anything else is ``'other'``.
+    A ``'row'`` is the same for all rows of positions, a ``'column'`` has one number for each of
+    them, and ``'one'`` number is uniform; anything else is ``'other'``.
     """
     if math.prod(shape) == 1:
         return 'one'
@@ -103,8 +98,14 @@ def kind_of(shape: Sequence[int], varshape: Sequence[int]) -> str:
     return 'column' if tuple(shape) == (*varshape[:-1], 1) else 'other'
 
 
-def reason(operands: JacobianOperands, kind: str, most: int | None = None) -> str | None:
-    """Why a kind of kernel, with room for ``most`` arrays, cannot take this transition, or None."""
+def reason(
+    operands: JacobianOperands, kind: str, known: Collection[str], most: int | None = None
+) -> str | None:
+    """Why a kind of kernel cannot take this transition, or None.
+
+    It evaluates ``known`` primitives and those that have an expansion, and has room for ``most``
+    arrays.
+    """
     transition = operands.transition
     if any(transition.widths):
         return 'a state holds several planes along an axis of its own'
@@ -125,16 +126,16 @@ def reason(operands: JacobianOperands, kind: str, most: int | None = None) -> st
     arrays = program.full_arrays
     if most is not None and arrays > most:
         return f'it reads and writes {arrays} arrays, and a kernel holds {most}'
-    return _unknown(program.jaxpr, program.varshape, KNOWN[kind] | {*EXPANSIONS[kind]})
+    return _unknown(program.jaxpr, program.varshape, {*known, *EXPANSIONS[kind]})
 
 
 def _unknown(
     jaxpr: Any,
     varshape: tuple[int, ...],
-    known: frozenset[str] | set[str],
+    known: set[str],
     fixed: Collection[Any] = (),
 ) -> str | None:
-    """The first equation that tiles cannot be put through, or None; ``fixed`` ones are numbers."""
+    """Why tiles cannot go through the equations, or None; ``fixed`` variables are numbers."""
     numbers = {*fixed}  # known beforehand, and the same at all positions
     for eqn in _needed(jaxpr):
         name, inner = eqn.primitive.name, _inner(eqn)
@@ -145,9 +146,9 @@ def _unknown(
         if inner is not None:
             pairs = zip(inner[0].invars, eqn.invars, strict=True)
             own = {v for v, atom in pairs if hasattr(atom, 'val') or atom in numbers}
-            found = _unknown(inner[0], varshape, known, own)
-            if found or any(np.size(constant) > 1 for constant in inner[1]):
-                return found or f'{name} holds an array'
+            unknown = _unknown(inner[0], varshape, known, own)
+            if unknown or any(np.size(constant) > 1 for constant in inner[1]):
+                return unknown or f'{name} holds an array'
         elif is_number and name not in known | UNCHANGED:
             if any(v.aval.shape for v in atoms):
                 return f'{name} makes an array of shape {eqn.outvars[0].aval.shape} of numbers'
@@ -167,7 +168,7 @@ def _unknown(
 
 
 def _is_unchanged(eqn: Any, varshape: tuple[int, ...]) -> bool:
-    """Whether what the equation does is what tiles do by themselves when they meet."""
+    """Whether the equation does only what tiles do by themselves: broadcast."""
     old, new = (kind_of(v.aval.shape, varshape) for v in (eqn.invars[0], *eqn.outvars))
     if old in ('one', new):
         return True
@@ -176,11 +177,11 @@ def _is_unchanged(eqn: Any, varshape: tuple[int, ...]) -> bool:
 
 
 def evaluate(program: Program, kind: str, tiles: Sequence[Any]) -> list[jax.Array]:
-    """The results of a program for tiles of its operands; what is bfloat16 is float32 inside."""
+    """The results of a program for tiles of its operands; bfloat16 is computed in float32."""
     pairs = zip(program.variables, tiles, strict=True)
     known = {v: _wide(tile) for variables, tile in pairs for v in variables}
-    found = zip(program.jaxpr.outvars, _evaluate(program.jaxpr, kind, known), strict=True)
-    return [_traced(value).astype(v.aval.dtype) for v, value in found]
+    results = zip(program.jaxpr.outvars, _evaluate(program.jaxpr, kind, known), strict=True)
+    return [_traced(value).astype(v.aval.dtype) for v, value in results]
 
 
 def _wide(value: Any) -> Any:
@@ -199,7 +200,7 @@ def _evaluate(jaxpr: Any, kind: str, known: dict[Any, Any]) -> list[Any]:
             variables = (*inner[0].constvars, *inner[0].invars)
             values = zip(variables, (*map(_wide, inner[1]), *operands), strict=True)
             results = _evaluate(inner[0], kind, dict(values))
-        elif all(isinstance(a, np.ndarray) for a in operands):  # of numbers that are known now
+        elif all(isinstance(a, np.ndarray) for a in operands):  # known while tracing
             with jax.ensure_compile_time_eval():
                 results = [np.asarray(a) for a in _apply(eqn, {}, operands)]
         else:
@@ -248,12 +249,12 @@ def _inner(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 def _needed(jaxpr: Any) -> list[Any]:
     """The equations that results depend on, in order."""
-    wanted, found = _variables(jaxpr.outvars), []
+    wanted, needed = _variables(jaxpr.outvars), []
     for eqn in reversed(jaxpr.eqns):
         if any(v in wanted for v in eqn.outvars):
             wanted |= _variables(eqn.invars)
-            found.append(eqn)
-    return found[::-1]
+            needed.append(eqn)
+    return needed[::-1]
 
 
 def _variables(atoms: Sequence[Any]) -> set[Any]:

@@ -47,7 +47,9 @@ def _row(
         r and (transition.forward_only or s) for r, s in zip(reached, shared, strict=True)
     ]
     moving = [place for place, r in enumerate(reached) if r and not by_forward[place]]
-    found: list[list[list[jax.Array] | None]] = [[None] * len(inputs) for _ in range(width or 1)]
+    derivatives: list[list[list[jax.Array] | None]] = [
+        [None] * len(inputs) for _ in range(width or 1)
+    ]
     if moving:
 
         def new_state(*moved: jax.Array) -> jax.Array:
@@ -60,7 +62,7 @@ def _row(
         for plane in range(width or 1):
             cotangents = pull_back(_one_plane(new, plane, width))
             for place, cotangent in zip(moving, cotangents, strict=True):
-                found[plane][place] = _split(cotangent, widths[place])
+                derivatives[plane][place] = _split(cotangent, widths[place])
     for place, forward in enumerate(by_forward):
         if forward:
             tangents = [
@@ -68,8 +70,8 @@ def _row(
                 for plane in range(widths[place] or 1)
             ]
             for plane in range(width or 1):
-                found[plane][place] = [t[..., plane] if width else t for t in tangents]
-    return found
+                derivatives[plane][place] = [t[..., plane] if width else t for t in tangents]
+    return derivatives
 
 
 def _push(

@@ -16,13 +16,18 @@ from jax.experimental.pallas import triton as plgpu
 from .._pallas import result, split
 from ..planes import Plane
 from .operands import JacobianOperands
-from .program import evaluate, kind_of, program_of, reason
+from .program import COMMON, evaluate, kind_of, program_of, reason
 from .tiling import as_rows
 
 __all__ = ['hidden_jacobian', 'redundant', 'supports']
 
 BLOCK = 128
 WARPS = 4
+KNOWN = COMMON | {
+    *('acos', 'acosh', 'asin', 'asinh', 'atan', 'atan2', 'atanh', 'cbrt', 'cosh', 'erf_inv'),
+    *('expm1', 'nextafter', 'sinh'),
+}
+"""The primitives that Triton evaluates position by position."""
 
 
 def redundant(operands: JacobianOperands) -> str | None:
@@ -35,7 +40,7 @@ def supports(operands: JacobianOperands) -> str | None:
     size = operands.inputs[0].size
     if size >= 2**31:
         return f'there are {size} positions, and offsets have 32 bits'
-    return reason(operands, 'triton')
+    return reason(operands, 'triton', KNOWN)
 
 
 def hidden_jacobian(operands: JacobianOperands, *, interpret: bool = False) -> list[list[Plane]]:
@@ -60,9 +65,9 @@ def hidden_jacobian(operands: JacobianOperands, *, interpret: bool = False) -> l
             ref[0] if kind in ('one', 'column') else plgpu.load(ref, mask=inside, other=1)
             for ref, kind in zip(given, kinds, strict=True)
         ]
-        found = evaluate(program, 'triton', tiles)
-        for ref, plane in zip(planes, found, strict=True):
-            plgpu.store(ref, jnp.broadcast_to(plane, (BLOCK,)), mask=inside)
+        values = evaluate(program, 'triton', tiles)
+        for ref, value in zip(planes, values, strict=True):
+            plgpu.store(ref, jnp.broadcast_to(value, (BLOCK,)), mask=inside)
 
     planes = pl.pallas_call(
         kernel,

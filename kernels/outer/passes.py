@@ -169,9 +169,9 @@ class PlaneRules(NamedTuple):
 
 
 def as_pass(given: TraceOperands, window: bool) -> Pass:
-    """Keep what is there of the operands of ``trace_step`` or, over a window, ``trace_carry``.
+    """What there is of the operands of ``trace_step`` or, over a window, of ``trace_carry``.
 
-    ``total`` says of what type the product with ``w`` is, if it is wanted for the weight at all.
+    ``total`` has the type of the product with ``w``, and an entry for the weight if that is wanted.
     """
     kept = {q: e['weight'] for q, e in enumerate(given.trace) if e is not None}
     *lead, inputs, outputs = next(iter(kept.values())).shape
@@ -300,7 +300,7 @@ def entry_points(
     """``supports`` and the op itself on a platform, for the op that ``plain`` defines."""
 
     def supports(operands: TraceOperands) -> str | None:
-        """Why there is no kernel for these operands, with whatever flag; or None."""
+        """Why there is no kernel for these operands, or None."""
         return reason(platform.supports, operands, window)
 
     def op(operands: TraceOperands, *, interpret: Any = False) -> tuple[tuple[Any, ...], Any]:

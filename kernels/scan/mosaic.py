@@ -92,7 +92,7 @@ def run(scan: Scan, *, interpret: Any = False) -> tuple[Any, Any]:
     grid, (edge_shape, edge), (window_shape, chunk) = _layout(w, tile, scan.reverse)
     arrays = w.arrays
     operands = [a.reshape(edge_shape) for a in arrays] + [x.reshape(window_shape) for x in w.xs]
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         lambda *refs: _kernel(w, tile, scan.reverse, refs),
         name=scan.name,
         grid=grid,
@@ -106,7 +106,7 @@ def run(scan: Scan, *, interpret: Any = False) -> tuple[Any, Any]:
         ),
         interpret=interpret,
     )(*operands)
-    ends, ys = found[: w.final], found[w.final :]
+    ends, ys = results[: w.final], results[w.final :]
     return w.unflatten(
         [a.reshape(w.shape) for a in ends] + [a.reshape(w.steps, *w.shape) for a in ys]
     )
@@ -187,13 +187,13 @@ def _walk_rows(
     def group(first: Any, count: int, state: list[jax.Array]) -> list[jax.Array]:
         rows = pl.ds(first, count)
         steps = [ref[rows, :].astype(jnp.float32) for ref in xs]
-        found: list[Any] = [None] * count
+        outputs: list[Any] = [None] * count
         for j in reversed(range(count)) if reverse else range(count):
-            new, found[j] = w.body(state, [step[j : j + 1] for step in steps])
+            new, outputs[j] = w.body(state, [step[j : j + 1] for step in steps])
             if ragged:
                 new = [jnp.where(first + j < left, n, s) for n, s in zip(new, state, strict=True)]
             state = new
-        for ref, *column in zip(ys, *found, strict=True):
+        for ref, *column in zip(ys, *outputs, strict=True):
             ref[rows, :] = jnp.concatenate(column, axis=0).astype(ref.dtype)
         return state
 

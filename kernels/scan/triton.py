@@ -42,8 +42,8 @@ def choose_tile(w: Window) -> Tile:
 
 def supports(scan: Scan) -> str | None:
     """Why there is no kernel for this scan, or None."""
-    if found := reason(scan, PLANES):
-        return found
+    if why := reason(scan, PLANES):
+        return why
     elements = math.prod(longest(jax.tree.leaves(scan.xs)).shape)
     if elements >= 2**31:
         return f'a plane has {elements} elements, and offsets have 32 bits'
@@ -59,7 +59,7 @@ def run(scan: Scan, *, interpret: bool = False) -> tuple[Any, Any]:
     operands = [a.reshape(size) for a in arrays] + [x.reshape(w.steps, size) for x in w.xs]
     edge = pl.BlockSpec((tile.block,), lambda i: (i,))
     column = pl.BlockSpec((w.steps, tile.block), lambda i: (0, i))
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         lambda *refs: _kernel(w, tile, scan.reverse, refs),
         name=scan.name,
         grid=(pl.cdiv(size, tile.block),),
@@ -70,7 +70,7 @@ def run(scan: Scan, *, interpret: bool = False) -> tuple[Any, Any]:
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,
     )(*operands)
-    return w.unflatten([a.reshape(*a.shape[:-1], *w.shape) for a in found])
+    return w.unflatten([a.reshape(*a.shape[:-1], *w.shape) for a in results])
 
 
 def _kernel(w: Window, tile: Tile, reverse: bool, refs: tuple[Any, ...]) -> None:

@@ -23,9 +23,9 @@ class Scan(NamedTuple):
     name : str
         The name of the kernel.
     body, init, xs
-        As of ``lax.scan``. The body must treat every position alike: it is run on tiles, in
-        float32. A leaf of ``init`` may be a float, for all positions; one of ``xs`` may have a
-        leading axis of 1, for all steps, and all axes of 1, for all positions too.
+        As ``lax.scan`` takes them. The body must treat every position alike: it runs on tiles, in
+        float32. A leaf of ``init`` may be a float, for all positions; a leaf of ``xs`` may have a
+        leading axis of 1, if it is the same in all steps, or be uniform, with every axis of 1.
     dtype : dtype
         That of the results.
     final : bool
@@ -54,13 +54,13 @@ class Window(NamedTuple):
         The positions: what follows the leading axis.
     starts : list
         The state before the first step: arrays of ``shape``, or a number for all positions. What
-        the body reads and is the same in all steps is state too, which does not change.
+        is loop-invariant is kept as state too, which does not change.
     xs : list of array
         What the body reads per step, of shape ``(steps, *shape)``, without what no result needs.
     dtype : dtype
         That of the results.
     final, ys : int
-        How many results there are: the first states after the last step, and values per step.
+        How many of the states are results after the last step, and how many values per step.
     body : callable
         From lists of tiles, state and ``xs``, to such lists, state and ``ys``.
     unflatten : callable
@@ -84,7 +84,7 @@ class Window(NamedTuple):
 
     @property
     def live(self) -> int:
-        """How many planes are on chip at once: the old state, the new one, and a step's values."""
+        """How many planes are on chip at once: old and new state, and what a step reads."""
         return 2 * len(self.starts) + len(self.xs)
 
 
@@ -148,7 +148,7 @@ def _whole(leaf: Any, shape: Sequence[int]) -> Any:
 
 
 def longest(leaves: Sequence[Any]) -> Any:
-    """Any of those with all steps: what is the same in all of them may be given once."""
+    """A leaf with all steps and positions: the others may be the same in all of them."""
     return max(leaves, key=lambda leaf: (leaf.shape[0], leaf.size))
 
 

@@ -1,7 +1,7 @@
 """``trace_carry`` for CPUs: one example at a time, which stays in the cache.
 
-In place, what an example needs is copied out of the trace before the example before it is written
-back: XLA then sees that nothing else reads the trace while it is written, and does not copy it.
+In place, the old planes of an example are copied out before the new ones of the example before it
+are written: XLA then sees that nothing reads the trace while it is written, and does not copy it.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ __all__ = ['trace_carry']
 def trace_carry(operands: TraceOperands, *, overwrite: bool = True) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
-    With a ``seed``, the reference runs: what it draws depends on the place in the whole batch. So
-    it does for an empty batch, which has no first example.
+    With a ``seed``, the reference runs: what is drawn for an element depends on its place in the
+    whole batch. It also runs for an empty batch, which has no first example.
     """
     x, P, u, signal = operands.x, operands.decay, operands.fresh, operands.signal
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
@@ -49,7 +49,7 @@ def trace_carry(operands: TraceOperands, *, overwrite: bool = True) -> tuple[tup
     read = _start(operands.total, jax.eval_shape(one, 0, first)[1])
     start = (given, first, read)
     if not overwrite:
-        # Room to write to: XLA would make one array of equal numbers, and copy it.
+        # Different numbers: XLA would share one array of equal ones, and copy it.
         leaves, tree = jax.tree.flatten(given)
         room = [jnp.full_like(leaf, number) for number, leaf in enumerate(leaves)]
         start = (jax.tree.unflatten(tree, room), None, read)
@@ -58,7 +58,7 @@ def trace_carry(operands: TraceOperands, *, overwrite: bool = True) -> tuple[tup
 
 
 def _start(total: Any, part: Any) -> Any:
-    """What to add parts to: zeros, or the total in a type that holds its sum with them."""
+    """What the parts are added to: zeros, or the total in the type of its sum with them."""
     if total is None:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), part)
     types = jax.eval_shape(add_read, total, part)

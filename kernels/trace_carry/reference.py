@@ -12,7 +12,8 @@ __all__ = ['trace_carry']
 def trace_carry(operands: TraceOperands) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_carry.trace_carry`.
 
-    With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
+    With a ``seed``, planes of bfloat16 are rounded stochastically. The product with ``w`` is in
+    ``total``.
     """
     rules, trace, live = operands.rules, operands.trace, operands.live
 

@@ -12,8 +12,8 @@ __all__ = ['trace_step']
 def trace_step(operands: TraceOperands) -> tuple[tuple[Any, ...], Any]:
     """See :func:`braintrace_fast.kernels.trace_step.trace_step`.
 
-    With a ``seed``, planes of bfloat16 are rounded stochastically. What ``w`` says is in ``total``.
-    ``D`` is chosen by ``live`` too, so that it is no constant: ``after`` must not be foreseen.
+    With a ``seed``, planes of bfloat16 are rounded stochastically. The product with ``w`` is in
+    ``total``. ``D`` depends on ``live`` too, so that XLA cannot fold ``after`` of a constant.
     """
     rules, trace, live = operands.rules, operands.trace, operands.live
     read = read_trace(rules, operands.signal, trace, operands.total, live)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from accelerators.rules import matmul_rules
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.adjoint_scan import reference as adjoint_reference
-from braintrace_fast.kernels.factored_trace import factored_trace, smooth
+from braintrace_fast.kernels.factored_trace import factored_trace, naive, smooth
+from braintrace_fast.kernels.factored_trace.operands import FactoredOperands, SmoothOperands
 from braintrace_fast.kernels.outer.operands import TraceOperands
 from braintrace_fast.kernels.trace_carry import blocked, reference, trace_carry
 from braintrace_fast.kernels.trace_step import trace_step
@@ -315,17 +316,15 @@ def test_the_factorised_trace_is_its_recurrence(x64, case, decay):
     forth_left, forth = smooth(xs[::-1], jnp.zeros_like(x), decay)
     np.testing.assert_allclose(back, forth[::-1], rtol=1e-12)
     np.testing.assert_allclose(back_left, forth_left, rtol=1e-12)
-    fhat = start
-    for t in range(dense['x'].shape[0]):
-        past = np.einsum('sqbo,qbo->sbo', dense['D'][:, :, t], fhat)
-        fhat = decay * past + (1 - decay) * dense['f'][:, t]
-        x = decay * x + dense['x'][t]
-        np.testing.assert_allclose(xhat[t], x, rtol=1e-9, atol=1e-9)
-        for s, plane in enumerate(found):
-            np.testing.assert_allclose(plane[t], fhat[s], rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(left, decay * x, rtol=1e-9, atol=1e-9)
-    for plane, expected in zip(last, fhat, strict=True):
-        np.testing.assert_allclose(plane, expected, rtol=1e-9, atol=1e-9)
+    smoothed = naive.smooth(SmoothOperands(xs, decay * x, decay))
+    assert_same((left, xhat), smoothed)
+    operands = FactoredOperands(planes['D'], [planes['f']], [starts], decay)
+    assert_same(((last,), (found,)), naive.factored_trace(operands))
+
+
+def assert_same(found, expected):
+    for a, b in zip(map(np.asarray, found), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_planes_of_two_shapes_are_refused():

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from braintrace_fast.compiler import compile_etrace_graph
+from accelerators.cases import first_step
 from braintrace_fast.kernels import expand
 from braintrace_fast.kernels.dispatch import Backend
 from braintrace_fast.kernels.hidden_jacobian import (
@@ -23,12 +23,10 @@ from braintrace_fast.kernels.hidden_jacobian import (
     triton,
 )
 from braintrace_fast.kernels.hidden_jacobian.operands import JacobianOperands
+from braintrace_fast.kernels.specs import CHECKED, JacobianSpec
 from tests.kernel_checks import assert_close, count_calls, exact, lowered, race_message
-from tests.models import MODELS
 
 KERNELS = {'cuda': triton, 'tpu': mosaic}
-REAL = ['gru', 'lstm', 'lif', 'alif_expon', 'gif_expon', 'coba_ei', 'stp', 'lif_expon_shared']
-WRITTEN = ['custom_jvp', 'custom_vjp', 'layer_norm', 'lateral', 'jit', 'scan']
 NO_KERNEL = {
     'while': 'while loop',
     'learned_leak': 'fewer axes',
@@ -40,19 +38,14 @@ NO_KERNEL = {
 @functools.cache
 def transitions(name, batch=3):
     """The transitions of a model, each with the operands of its first step."""
-    model, inputs = MODELS[name].build(batch)
-    x = jax.tree.map(lambda a: a[0], inputs(0, 1))
-    graph = compile_etrace_graph(model, x)
-    info = graph.module_info
-    states = [state.value for state in info.compiled_model_states]
-    *_, temps = info.jaxpr_call(x, old_state_vals=states)
+    compiled, values = first_step(JacobianSpec(name, batch))
     return [
         JacobianOperands(
             t,
-            [[temps[v] for v in row.constvars] for row in t.rows],
-            [temps[v] for v in (*t.hidden_invars, *t.y_vars)],
+            [[values[v] for v in row.constvars] for row in t.rows],
+            [values[v] for v in (*t.hidden_invars, *t.y_vars)],
         )
-        for t in graph.transitions
+        for t in compiled
     ]
 
 
@@ -73,7 +66,7 @@ def assert_same(found, expected, rtol=2e-6):
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
-@pytest.mark.parametrize('name', [*REAL, *WRITTEN])
+@pytest.mark.parametrize('name', CHECKED['hidden_jacobian'])
 def test_the_kernel_is_the_definition(name, kernel):
     for case in transitions(name):
         expected = reference.hidden_jacobian(case)
@@ -83,7 +76,7 @@ def test_the_kernel_is_the_definition(name, kernel):
 
 
 @pytest.mark.parametrize('platform', KERNELS)
-@pytest.mark.parametrize('name', [*REAL, *WRITTEN])
+@pytest.mark.parametrize('name', CHECKED['hidden_jacobian'])
 def test_it_lowers(name, platform):
     kernel = KERNELS[platform]
     for transition, *operands in map(unpacked, transitions(name)):

@@ -14,7 +14,7 @@ from braintrace_fast.kernels.hidden_jacobian import naive, reference
 from braintrace_fast.kernels.outer.operands import TraceOperands
 from braintrace_fast.kernels.specs import CHECKED, AdjointSpec, SmoothSpec
 from tests.kernel_checks import as_planes, exact
-from tests.kernels.test_hidden_jacobian import NO_KERNEL, REAL, WRITTEN, transitions
+from tests.kernels.test_hidden_jacobian import NO_KERNEL, transitions
 
 
 def defined(op, module):
@@ -86,7 +86,9 @@ def test_a_trace_is_as_defined(spec, live):
     assert_same(([e and e['weight'] for e in new], read['weight']), (values, value))
 
 
-@pytest.mark.parametrize('name', [*REAL, *WRITTEN, *(n for n in NO_KERNEL if n != 'while')])
+@pytest.mark.parametrize(
+    'name', [*CHECKED['hidden_jacobian'], *(m for m in NO_KERNEL if m != 'while')]
+)
 def test_derivatives_are_the_diagonal_of_the_dense_jacobian(name):
     for case in transitions(name):
         found, values = reference.hidden_jacobian(case), naive.hidden_jacobian(case)

@@ -1,6 +1,7 @@
 """The kernels of ``trace_step`` and ``trace_carry``: interpreted against the reference, lowered."""
 
 import dataclasses
+import importlib
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,30 +19,18 @@ from braintrace_fast.kernels.outer import triton as outer_triton
 from braintrace_fast.kernels.outer.operands import TraceOperands
 from braintrace_fast.kernels.outer.passes import as_pass
 from braintrace_fast.kernels.specs import CHECKED, TraceSpec
-from braintrace_fast.kernels.trace_carry import mosaic as carry_mosaic
-from braintrace_fast.kernels.trace_carry import naive as carry_naive
-from braintrace_fast.kernels.trace_carry import reference as carry_reference
-from braintrace_fast.kernels.trace_carry import triton as carry_triton
-from braintrace_fast.kernels.trace_step import mosaic as step_mosaic
-from braintrace_fast.kernels.trace_step import naive as step_naive
-from braintrace_fast.kernels.trace_step import reference as step_reference
-from braintrace_fast.kernels.trace_step import triton as step_triton
 from tests.kernel_checks import as_planes, assert_close, count_calls, exact, lowered, race_message
 
-STEP = SimpleNamespace(
-    name='trace_step',
-    naive=step_naive,
-    reference=step_reference,
-    triton=step_triton,
-    mosaic=step_mosaic,
-)
-CARRY = SimpleNamespace(
-    name='trace_carry',
-    naive=carry_naive,
-    reference=carry_reference,
-    triton=carry_triton,
-    mosaic=carry_mosaic,
-)
+MODULES = ('naive', 'reference', 'triton', 'mosaic')
+
+
+def op_named(name):
+    folder = f'braintrace_fast.kernels.{name}'
+    modules = {module: importlib.import_module(f'{folder}.{module}') for module in MODULES}
+    return SimpleNamespace(name=name, **modules)
+
+
+STEP, CARRY = op_named('trace_step'), op_named('trace_carry')
 OPS = pytest.mark.parametrize('op', [STEP, CARRY], ids=['step', 'carry'])
 BACKENDS = pytest.mark.parametrize('backend', ['triton', 'mosaic'])
 PLATFORM = dict(triton='cuda', mosaic='tpu')
