@@ -18,7 +18,7 @@ LONG = {
 
 def cases():
     for workload in WORKLOADS:
-        # What another e-prop takes is seen on one workload.
+        # One workload is enough to time braintrace's e-prop.
         for contender in LEARNERS if workload == 'lif_expon' else LEARNERS[:-1]:
             quick = workload in QUICK and 'eprop' not in contender.lower()
             marks = [pytest.mark.quick] if quick else []

@@ -62,7 +62,7 @@ def test_update_beside_a_pass_over_the_trace(etrace_benchmark, suite, workload):
 
 
 def first_gradient(workload, contender, sizes):
-    """A fresh model, and how to get its gradient without anything compiled before."""
+    """A fresh model, and how to get its gradient with nothing compiled before."""
     work, who = WORKLOADS[workload], CONTENDERS[contender]
     model = work.make(contenders.library(who.library), sizes)
     brainstate.nn.init_all_states(model, batch_size=sizes['batch'])
@@ -84,9 +84,11 @@ def first_gradient(workload, contender, sizes):
 @pytest.mark.parametrize('workload', ['lif', 'lif_expon'])
 def test_time_to_first_gradient(benchmark, suite, workload, contender):
     errors = suite.errors(workload, contender)
-    sizes = suite.sizes(workload, steps=2)  # a run of braintrace's D-RTRL would show in it
+    sizes = suite.sizes(
+        workload, steps=2
+    )  # more steps of braintrace's D-RTRL would be part of its time
     names, rounds = (contender, PAIRS[contender]), 3 if suite.seconds < 3 else 5
-    # Models first: to make them after the caches are cleared takes longer than what is timed.
+    # Models first: making them after the caches are cleared takes longer than what is timed.
     made = [[first_gradient(workload, name, sizes) for name in names] for _ in range(rounds + 1)]
     for run in made.pop():
         run()

@@ -63,7 +63,7 @@ class Suite:
         return _errors(workload, contender, update)
 
     def baseline(self, workload: str, sizes: Mapping[str, Any]) -> Program:
-        """BPTT, which must have a live gradient: one of zeros is no work to compare with."""
+        """BPTT, whose gradient must be live: one of zeros would be nothing to compare with."""
         return _baseline(workload, tuple(sizes.items()))
 
 

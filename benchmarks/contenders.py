@@ -103,8 +103,8 @@ def gradient_errors(workload: str, contender: str, update: float = 0.0) -> dict[
     Returns
     -------
     dict
-        ``'all'``: the largest of all parameters; ``'traced'``: of those that are traced, that is
-        without the readout.
+        ``'all'``: the largest of any parameter; ``'traced'``: of those that are traced, which are
+        all but the readout's.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def gradient_errors(workload: str, contender: str, update: float = 0.0) -> dict[
             )
             gradients = jax.tree.map(lambda a, b: (a - b) / (2 * update), before, after)
         else:
-            # What is cut into windows by its memory would be one window of the small copy.
+            # By memory, the small copy would be a single window.
             windows = {'trace_every': 5} if 'memory_budget' in who.options else {}
             gradients = build(workload, contender, sizes, reduction='sum', **windows)()
     comparison = testing.compare(gradients, truth(workload, who.rule))

@@ -26,13 +26,13 @@ __all__ = ['compare_ratios', 'compare_work', 'counted_work', 'main']
 
 BASELINE = Path(__file__).with_name('baseline.json')
 WORK_TOLERANCE = 0.05
-"""Counts are exact; this much may be due to other instructions of another processor."""
+"""Counts are exact; this much may come from the instructions that another processor has."""
 LEAST_TOLERANCE = 0.1
-"""Ratios differ by so much from day to day, however narrow the spread of one run is."""
+"""Ratios differ by this much from day to day, however narrow the spread of one run is."""
 
 
 def work_cases() -> Iterator[tuple[str, str]]:
-    """Workloads and contenders whose work is counted, ``updates`` being in every step."""
+    """Workloads and contenders whose work is counted; ``updates`` changes weights in every step."""
     yield from ((workload, 'd_rtrl carry') for workload in WORKLOADS)
     yield from (('lif_expon', c) for c in ('d_rtrl fresh', 'pp_prop', 'eprop', 'updates'))
 
@@ -66,7 +66,7 @@ def compare_work(
 def compare_ratios(
     measured: Mapping[str, Mapping[str, float]], recorded: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
-    """Ratios above the recorded ones by more than both spreads together, and those that lack."""
+    """Ratios above the recorded ones by more than both spreads together, and missing ones."""
     problems = [f'{name}: not recorded' for name in measured if name not in recorded]
     problems += [f'{name}: not measured' for name in recorded if name not in measured]
     for name in [name for name in measured if name in recorded]:
@@ -84,8 +84,8 @@ def compare_ratios(
 def ratios_of(*paths: Path) -> dict[str, dict[str, float]]:
     """The ratios of this library's contenders in runs, by name.
 
-    Those of several runs are spread as far as all of them: processes differ more than rounds do,
-    by where their memory happens to lie.
+    The spread of several runs covers all of them: processes differ more than rounds do, by where
+    their memory happens to lie.
     """
     combine = {'ratio': statistics.median, 'ratio_low': min, 'ratio_high': max}
     runs: dict[str, list[Mapping[str, Any]]] = {}

@@ -117,7 +117,7 @@ class Recurrent(brainstate.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        # What is active of the input of a layer: the layer's weights are scaled by it.
+        # How many inputs of a layer are active: the layer's weights are scaled by it.
         active = [inputs * rate, *(size * 0.1 for _ in range(layers - 1))]
         self.layers = [
             layer(library, inputs=size if i else inputs, size=size, active=a, **options)

@@ -1,4 +1,4 @@
-"""Which implementation of the kernels runs, as a learner, block, process or environment asks."""
+"""Which implementation of the kernels runs: what a learner, block, process or environment asks."""
 
 import contextlib
 import os

@@ -1,8 +1,8 @@
 """Run a compiled program once and print the bytes by which that made the process grow.
 
 A script of its own, started in a fresh process: ``python peak.py FILE``. It imports JAX alone and
-compiles nothing, so that only the program is counted. Where the system keeps no peak that can be
-set back (Linux does), memory that was freed before the run may hide some of it.
+compiles nothing, so that only the program is counted. Where the peak of a process cannot be reset
+(on Linux it can), memory that was freed before the run may hide some of it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def main(path: Path) -> int:
 
 
 def _settled() -> int:
-    """What the process holds now; its peak starts anew from here."""
+    """What the process holds now; its peak is reset to it."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
