@@ -85,13 +85,15 @@ def pytest_collection_modifyitems(config, items):
     """Leave the tests of one part, those that share programs in a row and on one worker."""
     if config.getoption('--part') is not None:
         _leave_part(config, items)
-    position = {}
+    groups = {}
     for item in items:
-        group = _group_of(item)
-        item.add_marker(pytest.mark.xdist_group(group))
-        # Models last: their groups are short, so that all workers end at about the same time.
-        position[item] = (group in MODELS, position.setdefault(group, len(position)))
-    items.sort(key=position.__getitem__)
+        groups.setdefault(_group_of(item), []).append(item)
+    # Models last: their groups are short, so that all workers end at about the same time.
+    ordered = sorted(groups, key=MODELS.__contains__)
+    items[:] = [item for name in ordered for item in groups[name]]
+    for name, members in groups.items():
+        for item in members:
+            item.add_marker(pytest.mark.xdist_group(name))
 
 
 def _group_of(item):

@@ -515,7 +515,8 @@ class Doubled(Leaky):
 class Masked(Leaky):
     def weight(self):
         # Made anew in every trace: JAX keeps what an array became in the precision of the first.
-        return self.W.value * np.random.default_rng(5).binomial(1, 0.6, (N_IN + N, N))
+        mask = np.random.default_rng(5).binomial(1, 0.6, (N_IN + N, N))
+        return self.W.value * jnp.asarray(mask, self.W.value.dtype)
 
 
 class Transposed(Leaky):
@@ -540,7 +541,8 @@ class DropConnect(Leaky):
         self.random = brainstate.random.RandomState(3)
 
     def weight(self):
-        return self.W.value * self.random.bernoulli(0.7, size=self.W.value.shape)
+        mask = self.random.bernoulli(0.7, size=self.W.value.shape)
+        return self.W.value * mask.astype(self.W.value.dtype)
 
 
 class Noisy(Leaky):
@@ -596,7 +598,7 @@ class PlainLeak(Leaky):
         self.a = parameter(N)
 
     def leak(self, h):
-        return jax.nn.sigmoid(self.a.value) * h
+        return jnp.broadcast_to(jax.nn.sigmoid(self.a.value), h.shape) * h
 
 
 class ReadsOutput(Leaky):
@@ -731,6 +733,7 @@ class LearnedLeak(Leaky):
 
     def update(self, x):
         a = btf.element_wise(self.a.value, weight_fn=jax.nn.sigmoid)
+        a = jnp.broadcast_to(a, self.h.value.shape)
         self.h.value = a * self.h.value + (1 - a) * jnp.tanh(self.drive(x))
         return self.h.value
 

@@ -128,7 +128,7 @@ def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
 
     def add_block(total: jax.Array, first: Any, size: int) -> jax.Array:
         block = [lax.dynamic_slice_in_dim(a, first, size) for a in (planes, traces)]
-        return sum((p * e for p, e in zip(*block, strict=True)), total)
+        return sum((p[None] * e for p, e in zip(*block, strict=True)), total)
 
     size = BLOCK if num >= BLOCK else max(num // 2, 1)
     blocks, rest = divmod(num, size)
