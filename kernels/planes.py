@@ -1,15 +1,17 @@
 """Arithmetic on planes, of which some are structurally zero."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 __all__ = [
+    'OpRules',
     'Plane',
     'PyTree',
+    'TraceArithmetic',
     'add',
     'add_read',
     'add_trees',
@@ -173,8 +175,36 @@ def add_trees(parts: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts) if parts else None
 
 
+class TraceArithmetic(Protocol):
+    """How the trace of an op is built, decayed and read, its equation's parameters bound."""
+
+    @property
+    def outer(self) -> Callable[..., dict[str, jax.Array]]:
+        """``(x, plane) -> trace``."""
+
+    @property
+    def outer_sum(self) -> Callable[..., dict[str, jax.Array]]:
+        """The same for a window, added up over its steps."""
+
+    @property
+    def decay(self) -> Callable[..., dict[str, jax.Array]]:
+        """``(plane, trace) -> trace``."""
+
+    @property
+    def contract(self) -> Callable[..., dict[str, jax.Array]]:
+        """``(plane, trace) -> weights``."""
+
+
+class OpRules(TraceArithmetic, Protocol):
+    """The trace rules of an op."""
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether kernels may do without them; see ``TraceRules``."""
+
+
 def read_trace(
-    rules: Any,
+    rules: TraceArithmetic,
     signal: Sequence[Plane] | None,
     trace: Sequence[Any],
     total: Any = None,

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..planes import Plane
+from ..planes import OpRules, Plane
 
 __all__ = ['TraceOperands']
 
@@ -18,7 +18,7 @@ class TraceOperands:
 
     Attributes
     ----------
-    rules : object
+    rules : OpRules
         The op's trace rules: ``outer`` or, over a window, ``outer_sum``, and ``decay`` and
         ``contract``; and ``is_outer``, whether kernels may do without them.
     x : array or None
@@ -41,7 +41,7 @@ class TraceOperands:
         That product, shaped like the weights. A kernel computes the weight's entry itself.
     """
 
-    rules: Any = field(metadata={'static': True})
+    rules: OpRules = field(metadata={'static': True})
     x: Any
     decay: Sequence[Sequence[Plane]]
     fresh: Sequence[Plane]

@@ -149,6 +149,7 @@ class PlaneRules(NamedTuple):
     """Trace rules for entries of a trace that are the plane itself, such as a bias; in float32."""
 
     names: tuple[str, ...]
+    is_outer = False
 
     def outer(self, x: Any, plane: jax.Array) -> dict[str, jax.Array]:
         """The plane."""

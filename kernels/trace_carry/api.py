@@ -9,7 +9,7 @@ import jax
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
 from ..outer.operands import TraceOperands
-from ..planes import Plane, check_planes
+from ..planes import OpRules, Plane, check_planes
 from ..trace_step import trace_step
 from . import blocked
 
@@ -18,7 +18,7 @@ __all__ = ['trace_carry']
 
 # The signature repeats that of `trace_step`: a window of one step is one.
 def trace_carry(
-    rules: Any,
+    rules: OpRules,
     x: jax.Array | None,
     P: Sequence[Sequence[Plane]],
     u: Sequence[Plane],

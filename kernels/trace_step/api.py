@@ -8,13 +8,13 @@ import jax
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
 from ..outer.operands import TraceOperands
-from ..planes import Plane, check_planes
+from ..planes import OpRules, Plane, check_planes
 
 __all__ = ['trace_step']
 
 
 def trace_step(
-    rules: Any,
+    rules: OpRules,
     x: jax.Array | None,
     D: Sequence[Sequence[Plane]],
     f: Sequence[Plane],
