@@ -598,7 +598,7 @@ class PlainLeak(Leaky):
         self.a = parameter(N)
 
     def leak(self, h):
-        return jnp.broadcast_to(jax.nn.sigmoid(self.a.value), h.shape) * h
+        return jax.nn.sigmoid(self.a.value) * h
 
 
 class ReadsOutput(Leaky):
@@ -733,7 +733,6 @@ class LearnedLeak(Leaky):
 
     def update(self, x):
         a = btf.element_wise(self.a.value, weight_fn=jax.nn.sigmoid)
-        a = jnp.broadcast_to(a, self.h.value.shape)
         self.h.value = a * self.h.value + (1 - a) * jnp.tanh(self.drive(x))
         return self.h.value
 
