@@ -149,7 +149,11 @@ class PlaneRules(NamedTuple):
     """Trace rules for entries of a trace that are the plane itself, such as a bias; in float32."""
 
     names: tuple[str, ...]
-    is_outer = False
+
+    @property
+    def is_outer(self) -> bool:
+        """No: they are for what kernels leave."""
+        return False
 
     def outer(self, x: Any, plane: jax.Array) -> dict[str, jax.Array]:
         """The plane."""
