@@ -334,7 +334,7 @@ def test_c_gives_exactly_the_gradient_of_the_step(x64, program):
 
     true = jax.grad(true_loss)(values.params)
     found = {path: [jnp.zeros_like(leaf) for leaf in flat(g)] for path, g in true.items()}
-    accumulate_step(graph, x, compiled_values(graph, values), loss, {}, found)
+    accumulate_step(graph, x, compiled_values(graph, values), loss, {}, found, over_time=False)
     for path in true:
         assert_close(found[path][0], true[path])
 
@@ -358,9 +358,11 @@ def test_factors_over_time_give_the_gradient_of_the_model_without_mixing(x64, pr
 
     true = jax.grad(sequence_loss)(start.params)
     found = {path: flat(jnp.zeros_like(value)) for path, value in true.items()}
-    traces, values = {'over': 'time'}, start
+    traces, values = {}, start
     for x in inputs:
-        accumulate_step(graph, x, compiled_values(graph, values), loss, traces, found)
+        accumulate_step(
+            graph, x, compiled_values(graph, values), loss, traces, found, over_time=True
+        )
         _, new_hidden, others = step(*values, x)
         values = values._replace(hidden=new_hidden, others=others)
     for path, _ in btf.CompilationReport(graph).etrace_weights:
