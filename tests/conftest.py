@@ -17,7 +17,6 @@ import pytest
 import saiunit as u
 
 from braintrace_fast import UntracedWarning
-from tests.models import MODELS
 
 # Tests compile thousands of small programs: XLA's newer code generator takes twice as long for
 # each, and a program in several parts holds twice as many memory maps. jaxlib 0.12 has the newer
@@ -87,18 +86,25 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         groups.setdefault(_group_of(item), []).append(item)
     # Models last: their groups are short, so that all workers end at about the same time.
-    ordered = sorted(groups, key=MODELS.__contains__)
+    ordered = sorted(groups, key=_models().__contains__)
     items[:] = [item for name in ordered for item in groups[name]]
     for name, members in groups.items():
         for item in members:
             item.add_marker(pytest.mark.xdist_group(name))
 
 
+def _models():
+    from tests.models import MODELS  # which makes arrays: XLA reads its flags then
+
+    return MODELS
+
+
 def _group_of(item):
     """The model of the table that a test is given, or else its file."""
-    if hasattr(item, 'callspec') and getattr(item.module, 'MODELS', None) is MODELS:
+    models = _models()
+    if hasattr(item, 'callspec') and getattr(item.module, 'MODELS', None) is models:
         for value in map(str, item.callspec.params.values()):
-            if value in MODELS:
+            if value in models:
                 return value
     return item.nodeid.partition('::')[0]
 
