@@ -5,7 +5,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +121,7 @@ def _thunks(folder: Path) -> str:
     return ''.join(path.read_text() for path in folder.glob('*thunk_sequence.txt'))
 
 
-@cache
+@lru_cache(maxsize=16)
 def _mesh(target: str) -> jax.sharding.Mesh:
     topology = topologies.get_topology_desc(
         platform='cuda', target_config=_describe(GPUS[target]), topology='1x1x1'
@@ -160,7 +160,7 @@ def _describe(gpu: Gpu) -> str:
     """
 
 
-@cache
+@lru_cache(maxsize=16)
 def _assembler() -> Path:
     """The ``ptxas`` of the environment, which XLA then finds too."""
     spec = find_spec('nvidia.cuda_nvcc')

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ def _row_major(mesh: jax.sharding.Mesh, array: Any) -> Format:
     return Format(Layout(tuple(range(array.ndim))), sharding)
 
 
-@cache
+@lru_cache(maxsize=16)
 def _mesh(target: str) -> jax.sharding.Mesh:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)

@@ -1,18 +1,20 @@
 """Gradients of a sequence as compiled programs that always start from the same states."""
 
+import contextlib
 import functools
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import brainstate
 import jax
 import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.serialize_executable import serialize
 
 from . import peak
@@ -70,7 +72,8 @@ class Program:
             return flat, jax.tree.leaves(new)
 
         self.pure = jax.jit(pure)
-        self.compiled = self.pure.lower(*self.leaves).compile()
+        with _compiled_anew():
+            self.compiled = self.pure.lower(*self.leaves).compile()
         self.seconds = time.perf_counter() - start
 
     def __call__(self) -> Any:
@@ -110,6 +113,20 @@ class Program:
         if done.returncode:
             raise RuntimeError(f'The process that measures the peak failed:\n{done.stderr}')
         return int(done.stdout)
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Compile without the persistent cache: what it gives back cannot be serialized again."""
+    name = 'jax_enable_compilation_cache'
+    enabled = getattr(jax.config, name)
+    jax.config.update(name, False)
+    reset_cache()  # JAX asks once whether the cache is used
+    try:
+        yield
+    finally:
+        jax.config.update(name, enabled)
+        reset_cache()
 
 
 def online(learner: Any, *sequences: Any, step_fn: StepFn, **options: Any) -> Program:

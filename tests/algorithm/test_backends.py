@@ -1,5 +1,7 @@
 """A learner gives the same gradients with every backend, and the kernels are in what is lowered."""
 
+import itertools
+
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -49,12 +51,21 @@ def slow_but_for(one, *few):
     return () if one in few else pytest.mark.slow
 
 
+def slowly_but_for(names, *few):
+    """Cases that are slow but for a few, which together have every value of every name."""
+    return lambda cases: pytest.mark.parametrize(
+        names, [pytest.param(*case, marks=slow_but_for(case, *few)) for case in cases]
+    )
+
+
 def on_the_table(*few, without=()):
-    """All models with a rule for each engine; slow but for a few models."""
+    """All models with a rule for each engine; slow but for a few models, or models with a rule."""
     return pytest.mark.parametrize(
         ('name', 'rule'),
         [
-            pytest.param(name, rule, marks=slow_but_for(name, *few))
+            pytest.param(
+                name, rule, marks=slow_but_for(name if name in few else (name, rule), *few)
+            )
             for rule in ENGINES
             for name in MODELS
             if name not in without
@@ -108,7 +119,7 @@ def run_by_kernels(choices):
     return {choice.op for choice in choices if choice.implementation == 'triton'}
 
 
-@on_the_table(*FEW)
+@on_the_table('lif_expon', ('gru', 'pp_prop'), ('learned_leak', 'd_rtrl'))
 def test_backends_agree(name, rule):
     learner, xs = new_learner(name, rule)
     start, first = start_of(learner), 'evolve' if name in FEW else 'grad'
@@ -199,7 +210,9 @@ def test_the_kernels_are_in_what_is_lowered(name, rule):
     }
 
 
-@pytest.mark.parametrize('rule', ENGINES)
+@pytest.mark.parametrize(  # eprop has those of d_rtrl, with more planes
+    'rule', [pytest.param(r, marks=slow_but_for(r, 'd_rtrl', 'pp_prop')) for r in ENGINES]
+)
 def test_the_kernels_are_in_a_step_that_is_lowered(rule):
     learner, xs = new_learner('lif_expon', rule, backend='pallas')
     found = kernels_in(step_gradient(learner), jax.tree.map(lambda a: a[0], xs))
@@ -242,8 +255,9 @@ def test_the_report_says_what_runs_where():
     assert 'jax (asked for: auto)' in new_learner('gru', 'd_rtrl')[0].report.to_str()
 
 
-@pytest.mark.parametrize('rows', [4, 7])
-@pytest.mark.parametrize('rule', ['d_rtrl', 'eprop', 'three_factor'])
+@slowly_but_for(('rule', 'rows'), ('d_rtrl', 4), ('three_factor', 7))(
+    itertools.product(['d_rtrl', 'eprop', 'three_factor'], [4, 7])
+)
 def test_the_report_says_what_a_gradient_runs(rule, rows, monkeypatch):
     """Signals are operands too, of which a kernel holds only so many."""
     monkeypatch.setattr(outer_triton, 'ROWS', rows)
@@ -274,8 +288,9 @@ def test_a_learner_with_another_backend_goes_on_by_itself():
     assert int(other.running_index.value) == 2 and int(learner.running_index.value) == 1
 
 
-@pytest.mark.parametrize('rule', ['d_rtrl', 'eprop'])
-@pytest.mark.parametrize('windows', [True, False])
+@slowly_but_for(('windows', 'rule'), (True, 'd_rtrl'), (False, 'eprop'))(
+    itertools.product([True, False], ['d_rtrl', 'eprop'])
+)
 def test_stochastic_rounding_is_the_same_on_every_backend(windows, rule):
     learner, xs = new_learner('leaky', rule, trace_dtype=jnp.bfloat16, stochastic_rounding=True)
     nearest, _ = new_learner('leaky', rule, trace_dtype=jnp.bfloat16)

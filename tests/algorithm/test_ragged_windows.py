@@ -15,10 +15,11 @@ from tests.oracles.signals import as_parameters, gradients_per_step
 LENGTH = 7
 """A prime, so that all but windows of one step, or of all, are of two lengths."""
 QUICK = {
-    ('lif_expon', 'd_rtrl', 'carry'),
-    ('lif_expon', 'd_rtrl', 'fresh'),
-    ('alif_expon', 'filter', 'carry'),
-    ('gru', 'pp_prop', 'carry'),
+    ('lif_expon', 'd_rtrl', 'carry', 2),
+    ('lif_expon', 'd_rtrl', 'carry', 4),
+    ('lif_expon', 'd_rtrl', 'fresh', 4),
+    ('alif_expon', 'filter', 'carry', 4),
+    ('gru', 'pp_prop', 'carry', 4),
 }
 
 
@@ -31,14 +32,10 @@ def truth(name, algorithm):
     return recurrence_of(case, algorithm, steps=LENGTH)
 
 
-def marks(*case, every):
-    return () if case in QUICK and every in (2, 4) else pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ('name', 'algorithm', 'trace', 'every'),
     [
-        pytest.param(*case, every, marks=marks(*case, every=every))
+        pytest.param(*case, every, marks=() if (*case, every) in QUICK else pytest.mark.slow)
         for case in itertools.product(
             ('lif_expon', 'gru', 'alif_expon'), ('d_rtrl', 'pp_prop', 'filter'), ('carry', 'fresh')
         )

@@ -18,10 +18,21 @@ from tests.models import MODELS
 from tests.oracles.recurrence import BATCH, STEPS, output_loss, recurrence_of
 from tests.oracles.step import random_projection, step_function
 
+FEW = ('vanilla', 'lstm', 'alif_expon', 'learned_leak', 'drop_connect', 'units', 'while')
+"""Different ways of learning and different states; what holds for one step is tried on more."""
+
 # By module: all tests of a model in a row, so that a worker compiles it once.
 most_models_slowly = pytest.mark.parametrize(
     'case',
     [pytest.param(case, id=name, marks=slow_if_one_of_many(name)) for name, case in MODELS.items()],
+    scope='module',
+)
+few_models_quickly = pytest.mark.parametrize(
+    'case',
+    [
+        pytest.param(case, id=name, marks=() if name in FEW else pytest.mark.slow)
+        for name, case in MODELS.items()
+    ],
     scope='module',
 )
 every_algorithm = pytest.mark.parametrize('algorithm', ALGORITHMS)
@@ -58,7 +69,7 @@ def test_one_step_from_a_zero_trace_gives_the_gradient_of_the_step(case, algorit
 
 
 @every_algorithm
-@most_models_slowly
+@few_models_quickly
 def test_one_step_in_float32_gives_the_gradient_of_the_step_up_to_rounding(case, algorithm):
     learned = learning(case, algorithm)
     x, true = gradient_of_step(case.name, 32)
@@ -91,7 +102,7 @@ def test_a_sequence_in_float32_gives_the_recurrence_up_to_rounding(case, algorit
 
 
 @every_algorithm
-@most_models_slowly
+@few_models_quickly
 def test_windows_give_the_gradient_of_the_window_and_the_trace_before_it(case, algorithm, x64):
     skip_if_positions_mix(case)
     if case.forward_mode or (case.name == 'drop_connect' and algorithm == 'pp_prop'):
@@ -113,7 +124,7 @@ OWN_WEIGHTS = ('cond', 'switch', 'drop_connect')
 # brainstate finds the states of a mapped model by running it on zeros.
 @pytest.mark.filterwarnings('ignore:invalid value encountered in divide:RuntimeWarning')
 @every_algorithm
-@most_models_slowly
+@few_models_quickly
 def test_a_mapped_model_learns_as_one_written_for_a_batch(case, algorithm, x64):
     skip_if_positions_mix(case)
     if case.name in OWN_WEIGHTS:

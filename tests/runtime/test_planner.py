@@ -1,6 +1,7 @@
 """Windows are as long as the memory budget lets them be, by a count that XLA confirms."""
 
 import dataclasses
+import itertools
 
 import brainstate
 import jax
@@ -55,6 +56,21 @@ MODELS = {
 RULES = {'d_rtrl': {}, 'pp_prop': {'decay_or_rank': 0.9}}
 
 
+# Fast ones have every rule, one or several planes, and one that is kept once.
+FAST = {
+    ('rnn', 'd_rtrl'),
+    ('gru', 'pp_prop'),
+    ('two planes', 'd_rtrl'),
+    ('a narrow plane', 'd_rtrl'),
+}
+every_model_and_rule = pytest.mark.parametrize(
+    ('model', 'rule'),
+    [
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in itertools.product(MODELS, RULES)
+    ],
+)
+
 pytestmark = pytest.mark.usefixtures('optimized')
 
 
@@ -76,8 +92,7 @@ def temporary_bytes(learner, length, **options):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize('rule', RULES)
-@pytest.mark.parametrize('model', MODELS)
+@every_model_and_rule
 def test_the_compiled_program_stays_within_the_budget(model, rule):
     """And takes a good part of it, so that windows are not needlessly short."""
     learner = new_learner(model, rule)
@@ -95,8 +110,7 @@ def counted(learner, length=1000, **options):
     return learner.plan.count
 
 
-@pytest.mark.parametrize('rule', RULES)
-@pytest.mark.parametrize('model', MODELS)
+@every_model_and_rule
 def test_a_rough_count_is_too_high(model, rule):
     learner = new_learner(model, rule)
     exact = counted(learner)
