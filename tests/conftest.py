@@ -40,6 +40,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile('suite')
 
 
+OPS = Path(__file__).parent / 'op'
+
+
+@pytest.fixture(autouse=True)
+def _promotion(request):
+    """Ops promote types and ranks explicitly; models are as users write them."""
+    if not request.path.is_relative_to(OPS):
+        yield
+        return
+    with jax.numpy_dtype_promotion('strict'), jax.numpy_rank_promotion('raise'):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _environment():
     # Many tests are of models that should give it; those of models that must not ask for `silent`.

@@ -27,8 +27,8 @@ def toy(operands, *, interpret=False):
     """The op in a line of its own, that says so when it runs."""
     CALLED.append(interpret)
     steps = len(operands.x)
-    ages = jnp.arange(steps)[:, None] - jnp.arange(steps)
-    weights = jnp.where(ages < 0, 0.0, operands.decay ** jnp.maximum(ages, 0))
+    ages = jnp.arange(steps)[:, None] - jnp.arange(steps)[None]
+    weights = jnp.where(ages < 0, 0.0, operands.decay ** jnp.maximum(ages, 0).astype(float))
     xhat = weights @ operands.x
     return operands.decay * xhat[-1], xhat
 
