@@ -222,3 +222,39 @@ def test_a_scope(drive, options, x64):
     true = jax.grad(loss)(jnp.linspace(0.5, 1.5, SIZE))
     np.testing.assert_allclose(learned(scope=Everywhere()), true, rtol=1e-11)
     assert np.abs(learned() - true).max() > 0.01
+
+
+LEAKS = np.linspace(0.5, 0.9, SIZE)[None]
+
+
+def adapting(op, v, a, x, w):
+    """Two states, with a leak per neuron; both are driven through ops that read the first."""
+    return jnp.tanh(LEAKS * v - 0.3 * a + op(op(v, w) + x, w)), 0.9 * a + 0.1 * op(v, w)
+
+
+class Adapting(Leaky):
+    def __init__(self):
+        super().__init__()
+        self.a = brainstate.HiddenState(jnp.zeros((BATCH, SIZE)))
+
+    def update(self, x):
+        states = self.h.value, self.a.value
+        self.h.value, self.a.value = adapting(scaled, *states, x, self.w.value)
+        return self.h.value
+
+
+@pytest.mark.parametrize('backend', ['jax', 'interpret'])
+def test_a_scope_over_several_states(backend, x64):
+    def loss(w):
+        def body(states, x):
+            states = adapting(jnp.multiply, *states, x, w)
+            return states, jnp.sum(states[0] ** 2)
+
+        return jax.lax.scan(body, (jnp.zeros((BATCH, SIZE)),) * 2, jnp.asarray(XS))[1].sum()
+
+    learner = btf.compile(
+        Adapting(), 'd_rtrl', jnp.asarray(XS[0]), scope=Everywhere(), backend=backend
+    )
+    true = jax.grad(loss)(learner.param_states['w',].value)
+    np.testing.assert_allclose(gradient(learner, trace_every=4), true, rtol=1e-11)
+    assert len(learner.graph.hidden_param_op_relations) == 3 and np.abs(true).min() > 0.1

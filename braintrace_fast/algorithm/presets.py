@@ -53,6 +53,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         trace_dtype: Any = None,
         chunked_trace: bool = True,
         control_flow: ControlFlowPolicy | None = None,
+        *,
         stochastic_rounding: bool = False,
         **options: Any,
     ) -> None:

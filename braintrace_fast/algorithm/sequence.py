@@ -70,7 +70,7 @@ class SequenceDriverMixin:
         *sequences
             Trees of arrays with a common leading length; their slices are passed to ``step_fn``.
         step_fn : callable
-            Calls the learner once, and returns the loss of the step (with a window, one loss per
+            Calls the learner once, and returns the loss of the step (with a chunk, one loss per
             step). It may write states of its own, but no hidden state and no weight; an episode
             starts with ``learner(x, reset=True)``.
         mask : array, optional
@@ -78,7 +78,7 @@ class SequenceDriverMixin:
             another signal takes the place of the loss's (a modulator, random feedback), it is
             weighed alike: a step with weight 0 teaches nothing.
         chunk_size : int, optional
-            From 2 on, windows of so many steps are passed, for ``vjp_method='multi-step'``;
+            From 2 on, chunks of so many steps are passed, for ``vjp_method='multi-step'``;
             ``step_fn`` then wraps the model's inputs in :class:`MultiStepData`.
         weights : dict, optional
             The ``ParamState``s to differentiate by, by any keys; by default the learner's, by path.
@@ -166,7 +166,7 @@ class SequenceDriverMixin:
         step_fn : callable, optional
             Calls the learner; by default it is called with the slices.
         chunk_size : int, optional
-            The length of windows, as in :meth:`etrace_grad`.
+            The steps of a chunk, as in :meth:`etrace_grad`.
         return_outputs : bool
             Whether to return what the calls returned, stacked.
         pbar : optional
