@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import saiunit as u
 from jax import lax
 
+from .operands import as_floats, check_floats, in_unit
 from .primitive import TraceRules, Weights, register_primitive
 
-__all__ = ['matmul', 'matmul_p', 'outer_total']
+__all__ = ['matmul', 'matmul_p', 'outer_total', 'weighted_sum']
 
 BLOCK = 16
 """The most examples that are added up at a time when a trace is read."""
@@ -87,7 +88,7 @@ def _contract(
 ) -> Weights:
     planes, traces = _one_batch(plane, 1), _one_batch(trace['weight'], 2)
     is_narrow = traces.shape[-1] == 1 and len(planes) > 1
-    result = {'weight': (_narrow_sum if is_narrow else _weighted_sum)(planes, traces)}
+    result = {'weight': (_narrow_sum if is_narrow else weighted_sum)(planes, traces)}
     if has_bias:
         result['bias'] = (plane * trace['bias']).sum(tuple(range(plane.ndim - 1)))
     return result
@@ -105,7 +106,7 @@ def _narrow_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
     return outer_total(inputs, planes, precision=lax.Precision.HIGHEST)
 
 
-def _weighted_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
+def weighted_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
     """``sum_b planes[b] * traces[b]``, in one pass over the traces."""
     return lax.platform_dependent(planes, traces, cpu=_sum_in_blocks, default=_sum_at_once)
 
@@ -198,27 +199,14 @@ def matmul(
     weight, weight_unit = u.split_mantissa_unit(weight)
     unit = x_unit * weight_unit
     weight = jnp.asarray(weight if weight_fn is None else weight_fn(weight))
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(weight.dtype)
-    operands = [x, weight]
+    operands = [as_floats(x, weight.dtype), weight]
     if bias is not None:
-        bias = _in_unit(bias, unit)
+        bias = in_unit('matmul', bias, unit)
         operands.append(jnp.asarray(bias if bias_fn is None else bias_fn(bias)))
     _check(*operands)
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     y = matmul_p.bind(*operands, has_bias=bias is not None, precision=precision)
     return u.maybe_decimal(y * unit)
-
-
-def _in_unit(bias: Any, unit: u.Unit) -> Any:
-    own_unit = u.get_unit(bias)
-    if not own_unit.has_same_dim(unit):
-        raise u.UnitMismatchError(
-            f'matmul: the bias has the unit {own_unit}, but x * weight has {unit}. '
-            'Give the bias in a unit that converts to it.'
-        )
-    return u.Quantity(bias).to_decimal(unit)
 
 
 def _check(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> None:
@@ -242,9 +230,4 @@ def _check(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> No
             f'matmul: found a bias of shape {bias.shape}, expected {weight.shape[1:]} for a weight '
             f'of shape {weight.shape}. Give one number per output.'
         )
-    for name, value in (('weight', weight), ('bias', bias)):
-        if value is not None and not jnp.issubdtype(value.dtype, jnp.inexact):
-            raise TypeError(
-                f'matmul: found a {name} of dtype {value.dtype}, expected floating-point numbers. '
-                f'Convert it: {name}.astype(jnp.float32).'
-            )
+    check_floats('matmul', weight=weight, bias=bias)
