@@ -43,7 +43,17 @@ from .errors import (
     UntracedWarning,
 )
 from .learner import ETraceVmap, compile
-from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
+from .op import (
+    ETPPrimitive,
+    TraceRules,
+    einsum,
+    element_wise,
+    embedding,
+    grouped_matmul,
+    lora_matmul,
+    matmul,
+    register_primitive,
+)
 from .reference_api.compiler import (
     HiddenPerturbation,
     add_hidden_perturbation_from_minfo,
@@ -97,12 +107,16 @@ __all__ = [
     'add_hidden_perturbation_in_module',
     'compile',
     'compile_etrace_graph',
+    'einsum',
     'element_wise',
+    'embedding',
     'extract_module_info',
     'find_hidden_groups_from_minfo',
     'find_hidden_groups_from_module',
     'find_hidden_param_op_relations_from_minfo',
     'find_hidden_param_op_relations_from_module',
+    'grouped_matmul',
+    'lora_matmul',
     'matmul',
     'nn',
     'pp_prop',
