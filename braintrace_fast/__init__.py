@@ -43,7 +43,7 @@ from .errors import (
     UntracedWarning,
 )
 from .learner import ETraceVmap, compile
-from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
+from .op import ETPPrimitive, TraceRules, conv, element_wise, matmul, register_primitive
 from .reference_api.compiler import (
     HiddenPerturbation,
     add_hidden_perturbation_from_minfo,
@@ -97,6 +97,7 @@ __all__ = [
     'add_hidden_perturbation_in_module',
     'compile',
     'compile_etrace_graph',
+    'conv',
     'element_wise',
     'extract_module_info',
     'find_hidden_groups_from_minfo',

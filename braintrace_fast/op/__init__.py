@@ -1,7 +1,8 @@
 """ETP ops: the operations whose weights an online learner can trace. One file per op."""
 
+from .conv import conv
 from .element_wise import element_wise
 from .matmul import matmul
 from .primitive import ETPPrimitive, TraceRules, register_primitive
 
-__all__ = ['ETPPrimitive', 'TraceRules', 'element_wise', 'matmul', 'register_primitive']
+__all__ = ['ETPPrimitive', 'TraceRules', 'conv', 'element_wise', 'matmul', 'register_primitive']

@@ -12,8 +12,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 
-from braintrace_fast.op import ETPPrimitive, element_wise, matmul, register_primitive
-from tests.op import sparse
+from braintrace_fast.op import ETPPrimitive, conv, element_wise, matmul, register_primitive
+from tests.op import conv_geometries, sparse
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -88,6 +88,16 @@ CASES = [
         lambda x, w: x @ sparse.dense(w),
         ((3, sparse.INPUTS), sparse.ROWS.shape),
         ((0,), (1,)),
+    ),
+    *(
+        Case(
+            f'conv_{name}',
+            functools.partial(conv, **options),
+            functools.partial(conv_geometries.plain, **options),
+            (x, kernel, *bias.values()),
+            ((1, 2) if bias else (1,),),
+        )
+        for name, x, kernel, bias, _, options in conv_geometries.FEW
     ),
 ]
 
