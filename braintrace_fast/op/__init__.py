@@ -2,7 +2,16 @@
 
 from .conv import conv
 from .element_wise import element_wise
+from .grouped_matmul import grouped_matmul
 from .matmul import matmul
 from .primitive import ETPPrimitive, TraceRules, register_primitive
 
-__all__ = ['ETPPrimitive', 'TraceRules', 'conv', 'element_wise', 'matmul', 'register_primitive']
+__all__ = [
+    'ETPPrimitive',
+    'TraceRules',
+    'conv',
+    'element_wise',
+    'grouped_matmul',
+    'matmul',
+    'register_primitive',
+]

@@ -6,9 +6,9 @@ the input channels of the group of ``k``),
     y[p, k] = sum_i patch[p, i] kernel[i, k] + bias[k]
 
 a product with a matrix that all positions share. So the trace of the kernel is ``patch[p, i]``
-times a plane, ``(batch, positions, *kernel.shape)``, that of the bias the plane itself, and both are
-added up over positions only when they are read. Without a trace, the gradient is one convolution of
-the input with the cotangent, into whose batch the steps of a window are folded.
+times a plane, ``(batch, positions, groups, inputs, outputs)``, that of the bias the plane itself,
+and both are added up over positions only when they are read. Without a trace, the gradient is one
+convolution of the input with the cotangent, into whose batch the steps of a window are folded.
 """
 
 import functools
@@ -22,9 +22,9 @@ from jax import lax
 
 from .conv_geometry import Geometry, batch_first, geometry_of, layout_of
 from .element_wise import element_wise
-from .matmul import weighted_sum
-from .operands import as_floats, check_floats, in_unit
-from .primitive import TraceRules, Weights, register_primitive
+from .operands import as_floats, check_floats, in_unit, matmul_precision, numbers_of
+from .outer import outer_rules
+from .primitive import Weights, register_primitive, weight_and_bias
 
 __all__ = ['conv', 'conv_p']
 
@@ -41,10 +41,6 @@ def _forward(
     if not has_bias:
         return y
     return y + lax.broadcast_in_dim(bias[0], y.shape, (y.ndim + geometry.channel_axis,))
-
-
-def _trainable_invars(params: dict[str, Any]) -> dict[str, int]:
-    return {'weight': 1, 'bias': 2} if params['has_bias'] else {'weight': 1}
 
 
 def _weight_vjp(
@@ -71,58 +67,27 @@ def _channel_sum(plane: jax.Array, geometry: Geometry) -> jax.Array:
     return plane.sum(tuple(axis for axis in range(plane.ndim) if axis != channels))
 
 
-def _outer(x: jax.Array, plane: jax.Array, **params: Any) -> Weights:
-    return _outer_sum(x[None], plane[None], **params)
+def _patches(x: jax.Array, *, geometry: Geometry, **_: Any) -> jax.Array:
+    return geometry.patches(x)
 
 
-def _outer_sum(
-    x: jax.Array, plane: jax.Array, *, geometry: Geometry, has_bias: bool, precision: str | None
-) -> Weights:
-    rows = geometry.output_rows(plane)
-    rows = rows.reshape(*rows.shape[:-1], geometry.groups, rows.shape[-1] // geometry.groups)
-    inner = 'cuvw'[: geometry.own_ndim]
-    place = geometry.kernel_output_axis
-    result = f'{inner[:place]}go{inner[place:]}'
-    weight = jnp.einsum(
-        f't...g{inner},t...go->...{result}', geometry.patches(x), rows, precision=precision
-    )
-    trace = {'weight': weight.reshape(*rows.shape[1:-2], *geometry.kernel)}
-    return trace | {'bias': plane.sum(0)} if has_bias else trace
+def _rows(plane: jax.Array, *, geometry: Geometry, **_: Any) -> jax.Array:
+    return geometry.rows(plane)
 
 
-def _decay(
-    plane: jax.Array, trace: Weights, *, geometry: Geometry, has_bias: bool, **_: Any
-) -> Weights:
-    rows = geometry.output_rows(plane)
-    spread = [1] * len(geometry.kernel)
-    spread[geometry.kernel_output_axis] = rows.shape[-1]
-    decayed = {'weight': rows.reshape(*rows.shape[:-1], *spread) * trace['weight']}
-    return decayed | {'bias': plane * trace['bias']} if has_bias else decayed
-
-
-def _contract(
-    plane: jax.Array, trace: Weights, *, geometry: Geometry, has_bias: bool, **_: Any
-) -> Weights:
-    rows = geometry.output_rows(plane)
-    outputs, place = rows.shape[-1], geometry.kernel_output_axis
-    first = trace['weight'].ndim - len(geometry.kernel)
-    traces = jnp.moveaxis(trace['weight'], first + place, -1)
-    total = weighted_sum(
-        rows.reshape(-1, outputs), traces.reshape(rows.size // outputs, -1, outputs)
-    )
-    result = {'weight': jnp.moveaxis(total.reshape(traces.shape[first:]), -1, place)}
-    if has_bias:
-        result['bias'] = _channel_sum(plane * trace['bias'], geometry)
-    return result
+def _matrices(weights: Weights, *, geometry: Geometry, **_: Any) -> Weights:
+    views = {'weight': geometry.matrices, 'bias': lambda bias: bias.reshape(geometry.groups, -1)}
+    return {key: views[key](weight) for key, weight in weights.items()}
 
 
 conv_p = register_primitive(
     'etp_conv',
     _forward,
     batched=True,
-    trainable_invars_fn=_trainable_invars,
+    trainable_invars_fn=weight_and_bias,
     weight_vjp=_weight_vjp,
-    trace_rules=TraceRules(_outer, _outer_sum, _decay, _contract),
+    linear_in_x=('weight',),
+    trace_rules=outer_rules(groups=1, operand=_patches, plane_view=_rows, weight_view=_matrices),
 )
 
 
@@ -199,9 +164,8 @@ def conv(
     (8, 28, 28, 8)
     """
     x, x_unit = u.split_mantissa_unit(x)
-    kernel, kernel_unit = u.split_mantissa_unit(kernel)
+    kernel, kernel_unit = numbers_of(kernel, kernel_fn)
     unit = x_unit * kernel_unit
-    kernel = jnp.asarray(kernel if kernel_fn is None else kernel_fn(kernel))
     check_floats('conv', kernel=kernel)
     x = as_floats(x, kernel.dtype)
     layout = layout_of(x.shape, kernel.shape, dimension_numbers)
@@ -243,8 +207,9 @@ def _with_bias(
 
     ``batch_axis`` is that of the output for which the bias was made.
     """
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    bind = functools.partial(conv_p.bind, x, kernel, geometry=geometry, precision=precision)
+    bind = functools.partial(
+        conv_p.bind, x, kernel, geometry=geometry, precision=matmul_precision()
+    )
     if bias is None:
         return bind(has_bias=False)
     outputs = kernel.shape[geometry.kernel_output_axis]

@@ -79,44 +79,52 @@ class Geometry:
         return y.reshape(*batch, *y.shape[1:])
 
     def patches(self, x: jax.Array) -> jax.Array:
-        """What each output position reads: ``(*batch, *positions, groups, *inner)``.
+        """What each output position reads: ``(*batch, *positions, groups, taps and channels)``.
 
-        ``inner`` are the axes of the kernel without that of outputs. Positions are in the order of
-        the spatial axes, whatever the layout.
+        Positions are in the order of the spatial axes, whatever the layout.
         """
-        _, inputs_axis, *spatial_axes = self.layout.rhs_spec
         x = self._spatial_first(x, self.layout.lhs_spec)
-        batch, inputs = x.shape[: -self.own_ndim], x.shape[-1]
-        taps = [self.kernel[axis] for axis in spatial_axes]
+        batch = x.shape[: -self.own_ndim]
         edges = [
             (low, high, step - 1)
             for (low, high), step in zip(self.padding, self.lhs_dilation, strict=True)
         ]
         padding = [*((0, 0, 0) for _ in batch), *edges, (0, 0, 0)]
         padded = lax.pad(x, jnp.zeros((), x.dtype), padding)
-        read = [self._seen_by(padded, tap) for tap in itertools.product(*map(range, taps))]
-        positions = read[0].shape[len(batch) : -1]
-        front = (*batch, *positions)
-        stacked = jnp.stack(read, -2).reshape(*front, *taps, self.groups, inputs // self.groups)
-        places = {axis: len(front) + place for place, axis in enumerate(spatial_axes)}
-        places[inputs_axis] = stacked.ndim - 1
-        own = [places[axis] for axis in sorted(places)]
-        return stacked.transpose(*range(len(front)), stacked.ndim - 2, *own)
+        read = [self._seen_by(padded, tap) for tap in itertools.product(*map(range, self.taps))]
+        # (*batch, *positions, taps, groups, channels of a group)
+        stacked = jnp.stack([self._in_groups(seen) for seen in read], -3)
+        by_group = jnp.moveaxis(stacked, -2, -3)
+        return by_group.reshape(*by_group.shape[:-2], -1)
 
-    def output_rows(self, plane: jax.Array) -> jax.Array:
-        """An array shaped like the output, as ``(*batch, *positions, outputs)``."""
-        return self._spatial_first(plane, self.layout.out_spec)
+    def rows(self, plane: jax.Array) -> jax.Array:
+        """An array like the output, as ``(*batch, *positions, groups, channels of a group)``."""
+        return self._in_groups(self._spatial_first(plane, self.layout.out_spec))
+
+    def matrices(self, kernel: jax.Array) -> jax.Array:
+        """The kernel of each group, as a matrix from what a position reads to its outputs."""
+        outputs, inputs, *spatial = self.layout.rhs_spec
+        ordered = kernel.transpose(*spatial, inputs, outputs)
+        by_group = self._in_groups(ordered.reshape(-1, ordered.shape[-1]))
+        return jnp.moveaxis(by_group, 1, 0)
+
+    @property
+    def taps(self) -> list[int]:
+        """How many taps the kernel has, per spatial axis."""
+        return [self.kernel[axis] for axis in self.layout.rhs_spec[2:]]
+
+    def _in_groups(self, a: jax.Array) -> jax.Array:
+        """An array whose last axis, of channels, is cut into groups."""
+        return a.reshape(*a.shape[:-1], self.groups, a.shape[-1] // self.groups)
 
     def _seen_by(self, padded: jax.Array, tap: Ints) -> jax.Array:
         """What one tap of the kernel reads at all positions."""
         first = padded.ndim - self.own_ndim
-        _, _, *spatial_axes = self.layout.rhs_spec
         start, limit, strides = [0] * padded.ndim, list(padded.shape), [1] * padded.ndim
-        for place, (axis, index) in enumerate(zip(spatial_axes, tap, strict=True)):
+        for place, (index, count) in enumerate(zip(tap, self.taps, strict=True)):
             dilation = self.rhs_dilation[place]
-            behind = (self.kernel[axis] - 1 - index) * dilation
             start[first + place] = index * dilation
-            limit[first + place] -= behind
+            limit[first + place] -= (count - 1 - index) * dilation
             strides[first + place] = self.strides[place]
         return lax.slice(padded, start, limit, strides)
 

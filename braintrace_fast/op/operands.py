@@ -1,12 +1,53 @@
 """What the public functions of several ops do with their operands before they bind."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import saiunit as u
 
-__all__ = ['as_floats', 'check_floats', 'in_unit']
+from .primitive import ETPPrimitive
+
+__all__ = ['affine', 'as_floats', 'check_floats', 'in_unit', 'matmul_precision', 'numbers_of']
+
+Hook = Callable[[Any], Any] | None
+"""A function that a user has applied to a weight, to its numbers without the unit."""
+
+
+def affine(
+    op: str,
+    primitive: ETPPrimitive,
+    check: Callable[..., None],
+    x: Any,
+    weight: Any,
+    bias: Any,
+    weight_fn: Hook,
+    bias_fn: Hook,
+) -> Any:
+    """Call an op of a weight and perhaps a bias, after ``check(x, weight, bias)`` of numbers."""
+    weight, weight_unit = numbers_of(weight, weight_fn)
+    x, x_unit = u.split_mantissa_unit(x)
+    unit = x_unit * weight_unit
+    operands = [as_floats(x, weight.dtype), weight]
+    if bias is not None:
+        bias = in_unit(op, bias, unit)
+        operands.append(jnp.asarray(bias if bias_fn is None else bias_fn(bias)))
+    check(*operands)
+    check_floats(op, weight=weight, bias=None if bias is None else operands[2])
+    y = primitive.bind(*operands, has_bias=bias is not None, precision=matmul_precision())
+    return u.maybe_decimal(y * unit)
+
+
+def numbers_of(weight: Any, hook: Hook = None) -> tuple[jax.Array, u.Unit]:
+    """A weight's numbers, after its hook, and its unit."""
+    numbers, unit = u.split_mantissa_unit(weight)
+    return jnp.asarray(numbers if hook is None else hook(numbers)), unit
+
+
+def matmul_precision() -> str | None:
+    """The precision of products in the block where an op is called."""
+    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
 
 def as_floats(x: Any, dtype: Any) -> jax.Array:

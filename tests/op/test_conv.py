@@ -1,9 +1,7 @@
 """What ``conv`` adds to other ops: geometries, layouts of the bias, bad input, 1x1 kernels."""
 
 import functools
-import warnings
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +9,6 @@ import pytest
 import saiunit as u
 from jax import lax
 
-import braintrace_fast as btf
-from braintrace_fast import testing
 from braintrace_fast.op import conv, matmul
 from tests.op.conv_geometries import BATCH_FIRST, NHWC, OTHERS, plain
 
@@ -48,20 +44,39 @@ def test_forward_and_gradients_are_those_of_lax(geometry):
 
 
 @pytest.mark.parametrize('geometry', BATCH_FIRST, ids=lambda g: g.name)
-def test_the_trace_is_the_jacobian_of_each_position(geometry):
-    x, kernel = operands(geometry)[:2]
-    op = functools.partial(conv, **geometry.options)
-    eqn = equation(op, x, kernel)
-    plane = draw(*geometry.y, seed=1)
-    trace = eqn.primitive.trace_rules.outer(x, plane, **eqn.params)['weight']
-    spec = eqn.params['geometry'].layout.out_spec
-    order = (0, *spec[2:], spec[1])  # positions, then channels
-    jacobian = jax.jacrev(lambda kernel: op(x, kernel).transpose(order))(kernel)
-    rows = plane.transpose(order)
-    per_position = jnp.einsum('...o,...ok->...k', rows, jacobian.reshape(*rows.shape, -1))
-    np.testing.assert_allclose(
-        trace, per_position.reshape(*rows.shape[:-1], *kernel.shape), rtol=1e-12, atol=1e-12
+def test_it_is_a_product_with_a_matrix_per_group_at_every_position(geometry):
+    x, kernel, *bias = operands(geometry)
+    eqn = equation(functools.partial(conv, **geometry.options), x, kernel, *bias)
+    rules, params = eqn.primitive.trace_rules, eqn.params
+    views = rules.weight_view(
+        dict(zip(('weight', 'bias'), (kernel, *bias), strict=False)), **params
     )
+    y = rules.plane_view(plain(x, kernel, *bias, **geometry.options), **params)
+    found = jnp.einsum('...gi,gio->...go', rules.operand(x, **params), views['weight'])
+    if bias:
+        found = found + jnp.broadcast_to(views['bias'], found.shape)
+    np.testing.assert_allclose(found, y, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize('geometry', BATCH_FIRST, ids=lambda g: g.name)
+@pytest.mark.parametrize('lead', [(), (3,)], ids=['step', 'window'])
+def test_weight_vjp_sums_over_time_and_batch(geometry, lead):
+    x, cotangent = draw(*lead, *geometry.x, seed=1), draw(*lead, *geometry.y, seed=2)
+    weights = dict(zip(('weight', 'bias'), operands(geometry)[1:], strict=False))
+    eqn = equation(functools.partial(conv, **geometry.options), *operands(geometry))
+    found = eqn.primitive.weight_vjp(x, cotangent, weights, **eqn.params)
+
+    def loss(weights):
+        rows = x.reshape(-1, *geometry.x)
+        ys = [
+            plain(row, weights['weight'], weights.get('bias'), **geometry.options) for row in rows
+        ]
+        return jnp.sum(jnp.stack(ys) * cotangent.reshape(-1, *geometry.y))
+
+    for key, expected in jax.grad(loss)(weights).items():
+        np.testing.assert_allclose(found[key], expected, rtol=1e-12, atol=1e-12)
+    only = {'weight': weights['weight']}  # a bias that is no parameter has no entry
+    assert eqn.primitive.weight_vjp(x, cotangent, only, **eqn.params).keys() == only.keys()
 
 
 def test_without_a_batch_axis_there_is_one_example():
@@ -128,18 +143,24 @@ def test_a_1x1_kernel_is_a_matrix_for_all_positions():
     plane, signal = draw(2, 5, 4, 6, seed=1), draw(2, 5, 4, 6, seed=2)
 
     def computed(eqn, weight):
-        rules = eqn.primitive.trace_rules
-        trace = rules.outer(x, plane, **eqn.params)
+        rules, params = eqn.primitive.trace_rules, eqn.params
+        operand, view = rules.operand or take, rules.plane_view or take
+        e = rules.outer(operand(x, **params), view(plane, **params), **params)
+        decayed = rules.decay(view(plane, **params), e, **params)
         return [
-            eqn.primitive.bind(x, weight, bias, **eqn.params),
-            trace,
-            rules.contract(signal, rules.decay(plane, trace, **eqn.params), **eqn.params),
-            eqn.primitive.weight_vjp(x, signal, {'weight': weight, 'bias': bias}, **eqn.params),
+            eqn.primitive.bind(x, weight, bias, **params),
+            e,
+            rules.contract(view(signal, **params), decayed, **params),
+            eqn.primitive.weight_vjp(x, signal, {'weight': weight, 'bias': bias}, **params),
         ]
 
     results = computed(own, kernel), computed(dense, kernel[0, 0])
     for found, expected in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-12, atol=1e-13)
+
+
+def take(array, **_):
+    return array
 
 
 x, kernel = np.ones((2, 3, 8), np.float32), np.ones((4, 3, 5), np.float32)
@@ -186,127 +207,3 @@ BAD = {
 def test_bad_input_is_refused_with_what_was_found_and_expected(args, options, error, message):
     with pytest.raises(error, match=message):
         conv(*args, **options)
-
-
-class Leaky(brainstate.nn.Module):
-    """Neurons at positions that know nothing of each other, so that a trace per position is exact.
-
-    They have leaks of their own, and an adaptation: no plane is uniform.
-    """
-
-    def __init__(self, kernel, bias, size, op=conv, **options):
-        super().__init__()
-        self.op = functools.partial(op, **options)
-        self.w = brainstate.ParamState(
-            {'weight': kernel} | ({} if bias is None else {'bias': bias})
-        )
-        self.leak = jnp.linspace(0.5, 0.9, np.prod(size)).reshape(size)
-        self.size = size
-
-    def init_state(self, batch_size=None, **_):
-        shape = self.size if batch_size is None else (batch_size, *self.size)
-        self.h = brainstate.HiddenState(jnp.zeros(shape))
-        self.a = brainstate.HiddenState(jnp.zeros(shape))
-
-    def update(self, x):
-        params, h, a = self.w.value, self.h.value, self.a.value
-        y = self.op(x, params['weight'], params.get('bias'))
-        self.h.value = jnp.tanh(jnp.broadcast_to(self.leak, h.shape) * h - 0.3 * a + y)
-        self.a.value = 0.9 * a + 0.2 * h
-        return self.h.value
-
-
-NCHW = ('NCHW', 'OIHW', 'NCHW')
-BIASES = {
-    'channel last': ((4,), NHWC),
-    'channel last, rank 3': ((1, 1, 4), NHWC),
-    'channel last, rank 4': ((1, 1, 1, 4), NHWC),
-    'channel first': ((4,), NCHW),
-    'channel first, rank 3': ((4, 1, 1), NCHW),
-    'channel first, rank 4': ((1, 4, 1, 1), NCHW),
-    'one number': ((), NHWC),
-    'one number, rank 1': ((1,), NCHW),
-    'per position': ((4, 4, 4), NHWC),
-    'per row': ((1, 4, 1, 1), NHWC),
-    'per example': ((2, 1, 1, 4), NHWC),
-}
-SLOW = {'channel last, rank 3', 'channel first, rank 3', 'one number, rank 1'}
-
-
-def loss_of(run):
-    return lambda x: jnp.sum(jnp.sin(run(x)) * 0.3)
-
-
-def learned(model, xs, algorithm, options, **compiled):
-    """Gradients in several ways, each from states of zero."""
-    learner = btf.compile(model, algorithm, xs[0], batch_size=2, **compiled)
-    for how in options:
-        for state in learner.hidden_states.values():
-            state.value = jnp.zeros_like(state.value)
-        learner.reset_state()
-        yield learner.etrace_grad(xs, step_fn=loss_of(learner), reduction='sum', **how)
-
-
-@pytest.mark.parametrize(
-    ('shape', 'layout'),
-    [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name, case in BIASES.items()
-    ],
-)
-def test_every_layout_of_the_bias_is_exact_in_every_rule(shape, layout):
-    """As many channels as positions along an axis, so that no wrong axis is noticed by its size."""
-    kernel = draw(3, 3, 2, 4) if layout is NHWC else draw(4, 2, 3, 3)
-    model = Leaky(kernel, draw(*shape, seed=1), (4, 4, 4), strides=(1, 1), dimension_numbers=layout)
-    xs = draw(5, 2, *((4, 4, 2) if layout is NHWC else (2, 4, 4)))
-    brainstate.nn.init_all_states(model, batch_size=2)
-    true = testing.bptt(model, xs, step_fn=loss_of(model))
-    for found in learned(model, xs, 'd_rtrl', [{'trace_every': 3}, {'trace': 'fresh'}]):
-        testing.compare(found, true).check(1e-12)
-    smoothed = testing.recurrence(model, xs, step_fn=loss_of(model), decay=(0.8, 0.8))
-    for found in learned(model, xs, 'pp_prop', [{'trace_every': 3}], decay_or_rank=0.8):
-        testing.compare(found, smoothed).check(1e-12)
-
-
-@pytest.mark.parametrize('kernel_fn', [None, jnp.tanh], ids=['raw', 'hook'])
-def test_the_reference_gives_the_same_where_it_is_right(kernel_fn):
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        reference = pytest.importorskip('braintrace', reason='it needs Python 3.11')
-    xs, options = draw(4, 2, 5, 4, 2), {'kernel_fn': kernel_fn, **IMAGE}
-    gradients = []
-    for library in (btf, reference):
-        model = Plain(draw(3, 3, 2, 4), draw(4), (5, 4, 4), op=library.conv, **options)
-        brainstate.nn.init_all_states(model, batch_size=2)
-        learner = library.D_RTRL(model)
-        learner.compile_graph(xs[0])
-        learner.init_etrace_state()
-        gradients.append(sum_of_steps(learner, model, xs))
-    for found, expected in zip(*map(jax.tree.leaves, gradients), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-        assert jnp.any(expected != 0)
-
-
-class Plain(Leaky):
-    """One state, of which the reference counts no path twice."""
-
-    def init_state(self, batch_size=None, **_):
-        self.h = brainstate.HiddenState(jnp.zeros((batch_size, *self.size)))
-
-    def update(self, x):
-        params, h = self.w.value, self.h.value
-        y = self.op(x, params['weight'], params.get('bias'))
-        self.h.value = jnp.tanh(jnp.broadcast_to(self.leak, h.shape) * h + y)
-        return self.h.value
-
-
-def sum_of_steps(learner, model, xs):
-    def step(total, x):
-        grads = brainstate.transform.grad(
-            lambda: loss_of(learner)(x), model.states(brainstate.ParamState)
-        )()
-        return jax.tree.map(jnp.add, total, grads), None
-
-    weights = {path: s.value for path, s in model.states(brainstate.ParamState).items()}
-    start = jax.tree.map(jnp.zeros_like, weights)
-    return brainstate.transform.scan(step, start, xs)[0]

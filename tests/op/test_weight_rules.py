@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braintrace_fast.op import ETPPrimitive, conv, element_wise, matmul, register_primitive
-from braintrace_fast.op.matmul import outer_total
-from tests.op import conv_geometries
+from braintrace_fast.op import ETPPrimitive, element_wise, matmul, register_primitive
+from braintrace_fast.op.outer import outer_total
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -69,29 +68,10 @@ CASES = [
         (4, 3),
         (5,),
     ),
-    *(
-        Case(
-            f'conv_{name}',
-            lambda *args, options=options: conv(*args, **options),
-            lambda x, w, options=options: conv_geometries.plain(
-                x, w['weight'], w.get('bias'), **options
-            ),
-            x[1:],
-            {'weight': kernel} | bias,
-            y[1:],
-            (2,),
-        )
-        for name, x, kernel, bias, y, options in conv_geometries.BATCH_FIRST
-    ),
 ]
 
-
-def is_shared(name: str) -> bool:
-    return name in ('scalar', 'shared_axis') or name.startswith('conv')
-
-
 # A weight shared between positions has a finer trace than itself, until that is contracted.
-ONE_WEIGHT_PER_POSITION = [case for case in CASES if not is_shared(case.name)]
+ONE_WEIGHT_PER_POSITION = [case for case in CASES if case.name not in ('scalar', 'shared_axis')]
 
 
 class Setup(NamedTuple):
