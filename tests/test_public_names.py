@@ -44,6 +44,7 @@ NAMES = [
     'add_hidden_perturbation_in_module',
     'compile',
     'compile_etrace_graph',
+    'conv',
     'element_wise',
     'extract_module_info',
     'find_hidden_groups_from_minfo',

@@ -14,6 +14,8 @@ import pytest
 from braintrace_fast import nn
 
 LAYERS = list(nn.__all__)
+OF_TWO_SIZES = [name for name in LAYERS if not name.startswith('Conv')]
+"""Those that are made from a number of inputs and one of outputs."""
 
 
 @pytest.fixture(scope='module')
@@ -46,7 +48,7 @@ def test_arguments_and_their_order(reference: ModuleType, name: str) -> None:
 
 @pytest.mark.usefixtures('x64')
 @pytest.mark.parametrize('sizes', [(3, 4), (4, 3), (4, 4)], ids=['wide', 'tall', 'square'])
-@pytest.mark.parametrize('name', LAYERS)
+@pytest.mark.parametrize('name', OF_TWO_SIZES)
 def test_the_same_seed_gives_the_same_states_and_outputs(
     reference: ModuleType, name: str, sizes: tuple[int, int]
 ) -> None:
@@ -64,7 +66,7 @@ def test_the_same_seed_gives_the_same_states_and_outputs(
         np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize('name', LAYERS)
+@pytest.mark.parametrize('name', OF_TWO_SIZES)
 def test_the_same_seed_gives_the_same_float32_weights(reference: ModuleType, name: str) -> None:
     weights = [
         jax.tree.leaves(
