@@ -151,6 +151,7 @@ def conv(
     -----
     A carried trace has a copy of the kernel per example and output position. Where that is too
     large, learn with ``etrace_grad(..., trace='fresh')``, which carries none, or with ``pp_prop``.
+    To be traced, the output must have its batch axis first.
 
     Examples
     --------

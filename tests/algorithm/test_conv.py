@@ -11,7 +11,7 @@ import pytest
 
 import braintrace_fast as btf
 from braintrace_fast import testing
-from tests.op.conv_geometries import NHWC
+from tests.op.conv_geometries import NHWC, OTHERS, OUTPUT_BEHIND
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -71,9 +71,9 @@ def loss_of(run):
     return lambda x: jnp.sum(jnp.sin(run(x)) * 0.3)
 
 
-def learned(model, xs, algorithm, options, **compiled):
+def learned(model, xs, algorithm, options, batch_size=2, **compiled):
     """Gradients in several ways, each from states of zero."""
-    learner = btf.compile(model, algorithm, xs[0], batch_size=2, **compiled)
+    learner = btf.compile(model, algorithm, xs[0], batch_size=batch_size, **compiled)
     for how in options:
         for state in learner.hidden_states.values():
             state.value = jnp.zeros_like(state.value)
@@ -100,6 +100,24 @@ def test_every_layout_of_the_bias_is_exact_in_every_rule(shape, layout):
         testing.compare(found, true).check(1e-12)
     for found in learned(model, xs, 'pp_prop', [{'trace_every': 3}], decay_or_rank=0.8):
         testing.compare(found, smoothed).check(1e-12)
+
+
+@pytest.mark.parametrize('geometry', OTHERS, ids=lambda g: g.name)
+def test_batch_groups_and_an_input_whose_batch_is_not_in_front(geometry):
+    kernel, xs = draw(*geometry.kernel), draw(4, *geometry.x)
+    model = Leaky(kernel, None, geometry.y, **geometry.options)
+    brainstate.nn.init_all_states(model)
+    true = testing.bptt(model, xs, step_fn=loss_of(model))
+    options = [{'trace_every': 3}, {'trace': 'fresh'}]
+    for found in learned(model, xs, 'd_rtrl', options, batch_size=None):
+        testing.compare(found, true).check(1e-12)
+
+
+def test_an_output_whose_batch_is_not_in_front_is_refused():
+    geometry = OUTPUT_BEHIND[0]
+    model = Leaky(draw(*geometry.kernel), None, geometry.y, **geometry.options)
+    with pytest.raises(btf.CompilationError, match='output has shape'):
+        btf.compile(model, 'd_rtrl', draw(*geometry.x))
 
 
 @pytest.mark.parametrize('kernel_fn', [None, jnp.tanh], ids=['raw', 'hook'])

@@ -115,11 +115,20 @@ OTHERS = [
         (5, 4, 2, 3),
         (2, 2, 3, 6),
         {'bias': (6,)},
+        (2, 6, 5, 4),
+        {'strides': (1, 1), 'dimension_numbers': ('HWNC', 'HWIO', 'NCHW')},
+    ),
+]
+"""Those whose input is another one for the op."""
+
+OUTPUT_BEHIND = [
+    Geometry(
+        'output_behind',
+        (5, 4, 2, 3),
+        (2, 2, 3, 6),
+        {'bias': (6,)},
         (6, 2, 5, 4),
-        {
-            'strides': (1, 1),
-            'dimension_numbers': ('HWNC', 'HWIO', 'CNHW'),
-        },
+        {'strides': (1, 1), 'dimension_numbers': ('HWNC', 'HWIO', 'CNHW')},
     ),
     Geometry(
         'batch_groups_behind',
@@ -127,10 +136,7 @@ OTHERS = [
         (2, 3, 3),
         {},
         (5, 2, 2),
-        {
-            'batch_group_count': 2,
-            'dimension_numbers': ('CHN', 'OIH', 'HNC'),
-        },
+        {'batch_group_count': 2, 'dimension_numbers': ('CHN', 'OIH', 'HNC')},
     ),
 ]
-"""Those whose input is another one for the op."""
+"""Those whose output is another one than the op's, so that it cannot be traced."""

@@ -10,7 +10,7 @@ import saiunit as u
 from jax import lax
 
 from braintrace_fast.op import conv, matmul
-from tests.op.conv_geometries import BATCH_FIRST, NHWC, OTHERS, plain
+from tests.op.conv_geometries import BATCH_FIRST, NHWC, OTHERS, OUTPUT_BEHIND, plain
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -30,7 +30,7 @@ def equation(function, *args):
     return eqn
 
 
-@pytest.mark.parametrize('geometry', [*BATCH_FIRST, *OTHERS], ids=lambda g: g.name)
+@pytest.mark.parametrize('geometry', [*BATCH_FIRST, *OTHERS, *OUTPUT_BEHIND], ids=lambda g: g.name)
 def test_forward_and_gradients_are_those_of_lax(geometry):
     args = operands(geometry)
     ours, theirs = (functools.partial(f, **geometry.options) for f in (conv, plain))
