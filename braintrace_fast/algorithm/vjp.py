@@ -213,6 +213,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             lines = [f'none yet; a window may take {show_bytes(self.resolved_budget)}']
         else:
             lines = self.plan.lines()
+        refusal = self.engine.refuses_carry()
+        if refusal is not None:
+            lines = [*lines, refusal]
         backend = f'{self.resolved_backend.name} (asked for: {self.backend})'
         sections = {'Backend': [backend, *map(str, self.choices)]}
         if self._runs_in_windows():

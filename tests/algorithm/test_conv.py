@@ -11,6 +11,7 @@ import pytest
 
 import braintrace_fast as btf
 from braintrace_fast import testing
+from braintrace_fast.runtime import memory_budget
 from tests.op.conv_geometries import NHWC, OTHERS, OUTPUT_BEHIND
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -118,6 +119,46 @@ def test_an_output_whose_batch_is_not_in_front_is_refused():
     model = Leaky(draw(*geometry.kernel), None, geometry.y, **geometry.options)
     with pytest.raises(btf.CompilationError, match='output has shape'):
         btf.compile(model, 'd_rtrl', draw(*geometry.x))
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """A machine on which 40 kB are free."""
+    monkeypatch.setattr(memory_budget, '_free_bytes', lambda: 40_000)
+
+
+def test_a_trace_without_room_is_refused_before_it_is_made(little_memory):
+    model, xs = Leaky(draw(3, 3, 2, 4), draw(4), (4, 4, 4), **IMAGE), draw(5, 2, 4, 4, 2)
+    brainstate.nn.init_all_states(model, batch_size=2)
+    true = testing.bptt(model, xs, step_fn=loss_of(model))
+    learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=2)
+    assert not jax.tree.leaves(learner.trace.value)
+    size = 2 * 2 * 16 * (3 * 3 * 2 * 4 + 4) * 8  # examples, states, positions, weights, bytes
+    message = rf"takes {size / 1000:.1f} kB, .* room for 20.0 kB.*'w',.*trace='fresh'.*pp_prop"
+    for run in (
+        lambda: learner(xs[0]),
+        lambda: learner.etrace_grad(xs, step_fn=loss_of(learner)),
+        lambda: learner.etrace_grad(xs, step_fn=loss_of(learner), trace_every=2),
+        lambda: learner.etrace_evolve(xs),
+    ):
+        with pytest.raises(btf.NotSupportedError, match=message):
+            run()
+        assert not learner.hidden_states['h',].value.any()
+    assert "trace='fresh'" in learner.report.to_str()
+    fresh = learner.etrace_grad(
+        xs, step_fn=loss_of(learner), reduction='sum', trace='fresh', memory_budget='1GB'
+    )
+    testing.compare(fresh, true).check(1e-12)
+
+
+def test_a_larger_budget_and_a_smaller_trace_have_room(little_memory):
+    xs, model = draw(5, 2, 4, 4, 2), Leaky(draw(3, 3, 2, 4), draw(4), (4, 4, 4), **IMAGE)
+    learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=2, memory_budget='1MB')
+    learner.etrace_grad(xs, step_fn=loss_of(learner))
+    assert int(learner.running_index.value) == 5
+    learner = btf.compile(model, 'pp_prop', xs[0], batch_size=2, decay_or_rank=0.9)
+    learner.etrace_grad(xs, step_fn=loss_of(learner))
+    assert int(learner.running_index.value) == 5
 
 
 @pytest.mark.parametrize('kernel_fn', [None, jnp.tanh], ids=['raw', 'hook'])
