@@ -1,5 +1,6 @@
 """Layers and cells whose weights an online learner can trace."""
 
+from .conv import Conv1d, Conv2d, Conv3d
 from .embedding import Embedding
 from .grouped import GroupedLinear
 from .linear import Linear, SignedWLinear
@@ -8,6 +9,9 @@ from .readout import LeakyRateReadout
 from .rnn import GRUCell, LSTMCell, MinimalRNNCell, ValinaRNNCell
 
 __all__ = [
+    'Conv1d',
+    'Conv2d',
+    'Conv3d',
     'Embedding',
     'GRUCell',
     'GroupedLinear',

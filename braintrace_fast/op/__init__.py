@@ -1,5 +1,6 @@
 """ETP ops: the operations whose weights an online learner can trace. One file per op."""
 
+from .conv import conv
 from .einsum import einsum
 from .element_wise import element_wise
 from .embedding import embedding
@@ -11,6 +12,7 @@ from .primitive import ETPPrimitive, TraceRules, register_primitive
 __all__ = [
     'ETPPrimitive',
     'TraceRules',
+    'conv',
     'einsum',
     'element_wise',
     'embedding',

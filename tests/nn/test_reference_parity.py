@@ -16,7 +16,7 @@ from braintrace_fast import nn
 LAYERS = list(nn.__all__)
 OWN_SIZES = {'GroupedLinear': (2, 3, 4), 'LoRA': (3, 2, 4), 'Embedding': (5, 3)}
 """Layers that are made from other sizes, and take other inputs, than the rest."""
-OF_TWO_SIZES = [name for name in LAYERS if name not in OWN_SIZES]
+OF_TWO_SIZES = [n for n in LAYERS if n not in OWN_SIZES and not n.startswith('Conv')]
 """Those that are made from a number of inputs and one of outputs."""
 
 

@@ -14,6 +14,7 @@ from jax.test_util import check_grads
 
 from braintrace_fast.op import (
     ETPPrimitive,
+    conv,
     einsum,
     element_wise,
     embedding,
@@ -22,7 +23,7 @@ from braintrace_fast.op import (
     matmul,
     register_primitive,
 )
-from tests.op import sparse
+from tests.op import conv_geometries, sparse
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -129,6 +130,16 @@ CASES = [
         lambda x, w: x @ sparse.dense(w),
         ((3, sparse.INPUTS), sparse.ROWS.shape),
         ((0,), (1,)),
+    ),
+    *(
+        Case(
+            f'conv_{name}',
+            functools.partial(conv, **options),
+            functools.partial(conv_geometries.plain, **options),
+            (x, kernel, *bias.values()),
+            ((1, 2) if bias else (1,),),
+        )
+        for name, x, kernel, bias, _, options in conv_geometries.FEW
     ),
 ]
 

@@ -359,7 +359,7 @@ def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, small, longe
 
 
 @pytest.mark.parametrize('carried', [False, True])
-def test_fresh_windows_run_backwards_where_a_trace_is_large(carried):
+def test_fresh_windows_run_backwards_where_a_trace_is_large_or_cannot_be(carried):
     floats = 2**22
 
     def window(inputs, total, entry, index):
@@ -367,14 +367,15 @@ def test_fresh_windows_run_backwards_where_a_trace_is_large(carried):
 
     def planned(length, budget=2**50, refuses=None):
         inputs = jax.ShapeDtypeStruct((length, floats), jnp.float32)
-        args = jnp.zeros(1), jnp.zeros(1 if carried else 4 * floats), jnp.zeros(1)
-        traits = Traits(4 * floats, 2**20, False, refuses, can_carry=not carried)
+        args = jnp.zeros(1), jnp.zeros(4 * floats if carried else 0), jnp.zeros(1)
+        traits = Traits(4 * floats, 2**20, False, refuses, can_carry=carried)
         return plan_windows(window, inputs, args, None, True, budget, traits)
 
     assert planned(200).windows == ((1, 200),) and not planned(200).backwards
     for length in (201, 1000, 5000):
         plan = planned(length)
-        assert plan.backwards and plan.steps <= 100 and 'no trace, instead' in plan.reason
+        assert plan.backwards and plan.steps <= 100 and 'no trace' in plan.reason
+        assert ('instead of one of 67.1 MB' in plan.reason) == carried
     tight = planned(5000, budget=50 * 2**25)
     assert tight.backwards and tight.bytes <= tight.budget  # the states at all entries included
     assert tight.count.fixed == 2**20 * sum(count for count, _ in tight.windows)
