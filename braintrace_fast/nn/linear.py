@@ -6,6 +6,7 @@ import brainstate
 import saiunit as u
 
 from ..op import matmul
+from .factors import as_factor
 
 __all__ = ['Linear', 'SignedWLinear']
 
@@ -47,7 +48,7 @@ class Linear(brainstate.nn.Linear):
         params = self.weight.value
         weight = params['weight']
         if self.w_mask is not None:
-            weight = weight * self.w_mask
+            weight = weight * as_factor(self.w_mask, weight)
         return matmul(x, weight, params.get('bias'))
 
 
@@ -79,5 +80,5 @@ class SignedWLinear(brainstate.nn.SignedWLinear):
         """Apply the layer to ``x`` of shape ``(..., in_size)``."""
         weight = u.math.abs(self.weight.value)
         if self.w_sign is not None:
-            weight = weight * self.w_sign
+            weight = weight * as_factor(self.w_sign, weight)
         return matmul(x, weight)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import saiunit as u
 from jax import lax
 
+from ..kernels.promotion import common_type, product, promoted
 from .primitive import TraceRules, Weights, register_primitive
 
 __all__ = ['matmul', 'matmul_p', 'outer_total']
@@ -78,8 +79,8 @@ def _outer_sum(x: jax.Array, plane: jax.Array, *, has_bias: bool, precision: str
 
 
 def _decay(plane: jax.Array, trace: Weights, *, has_bias: bool, **_: Any) -> Weights:
-    decayed = {'weight': plane[..., None, :] * trace['weight']}
-    return decayed | {'bias': plane * trace['bias']} if has_bias else decayed
+    decayed = {'weight': product(plane[..., None, :], trace['weight'])}
+    return decayed | {'bias': product(plane, trace['bias'])} if has_bias else decayed
 
 
 def _contract(
@@ -89,7 +90,7 @@ def _contract(
     is_narrow = traces.shape[-1] == 1 and len(planes) > 1
     result = {'weight': (_narrow_sum if is_narrow else _weighted_sum)(planes, traces)}
     if has_bias:
-        result['bias'] = (plane * trace['bias']).sum(tuple(range(plane.ndim - 1)))
+        result['bias'] = product(plane, trace['bias']).sum(tuple(range(plane.ndim - 1)))
     return result
 
 
@@ -100,8 +101,7 @@ def _one_batch(a: jax.Array, own: int) -> jax.Array:
 
 def _narrow_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
     """``sum_b planes[b] * traces[b]`` of traces that are uniform over outputs."""
-    dtype = jnp.result_type(planes, traces)
-    inputs, planes = traces[..., 0].astype(dtype), planes.astype(dtype)
+    inputs, planes = promoted(traces[..., 0], planes)
     return outer_total(inputs, planes, precision=lax.Precision.HIGHEST)
 
 
@@ -111,7 +111,7 @@ def _weighted_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
 
 
 def _sum_at_once(planes: jax.Array, traces: jax.Array) -> jax.Array:
-    return (planes[:, None] * traces).sum(0)
+    return product(planes[:, None], traces).sum(0)
 
 
 def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
@@ -122,13 +122,13 @@ def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
     before, which then cannot be overwritten; it does not in a loop, nor for a whole block.
     """
     num = len(planes)
-    total = jnp.zeros((traces.shape[1], planes.shape[1]), jnp.result_type(planes, traces))
+    total = jnp.zeros((traces.shape[1], planes.shape[1]), common_type(planes, traces))
     if not num:
         return total
 
     def add_block(total: jax.Array, first: Any, size: int) -> jax.Array:
         block = [lax.dynamic_slice_in_dim(a, first, size) for a in (planes, traces)]
-        return sum((p[None] * e for p, e in zip(*block, strict=True)), total)
+        return sum((product(p[None], e) for p, e in zip(*block, strict=True)), total)
 
     size = BLOCK if num >= BLOCK else max(num // 2, 1)
     blocks, rest = divmod(num, size)

@@ -20,7 +20,8 @@ Values = dict[str, jax.Array]
 
 def dense(layer: nn.Linear, *inputs: jax.Array) -> jax.Array:
     params = layer.weight.value
-    return jnp.concatenate(inputs, -1) @ params['weight'] + params['bias']
+    y = jnp.concatenate(inputs, -1) @ params['weight']
+    return y + jnp.broadcast_to(params['bias'], y.shape)
 
 
 def vanilla(cell: Any, x: jax.Array, old: Values) -> Values:
@@ -163,4 +164,8 @@ def test_readout_without_time_step_says_how_to_set_it() -> None:
 def test_readout_takes_a_time_constant_per_output() -> None:
     tau = jnp.array([1.0, 10.0, 100.0, 1000.0]) * u.ms
     cell = nn.LeakyRateReadout(N_IN, N, tau=tau)
-    np.testing.assert_allclose(cell.decay, np.exp(-0.1 / tau.to_decimal(u.ms)), rtol=1e-14)
+    decay = np.exp(-0.1 / tau.to_decimal(u.ms))
+    np.testing.assert_allclose(cell.decay, decay, rtol=1e-14)
+    cell.init_state(5)
+    cell.r.value = jnp.ones((5, N))
+    np.testing.assert_allclose(cell(jnp.zeros((5, N_IN))), np.tile(decay, (5, 1)), rtol=1e-14)

@@ -1,5 +1,6 @@
 """The layers are drop-in for those of braintrace: arguments, paths, numbers drawn and computed."""
 
+import contextlib
 import inspect
 import warnings
 from types import ModuleType
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from braintrace_fast import nn
+from tests.promotion import promoting
 
 LAYERS = list(nn.__all__)
 
@@ -25,9 +27,10 @@ def reference() -> ModuleType:
 
 def make(module: ModuleType, name: str, *sizes: int) -> Any:
     brainstate.random.seed(3)
-    layer = getattr(module, name)(*sizes)
-    if hasattr(layer, 'init_state'):
-        layer.init_state(5)
+    with contextlib.nullcontext() if module is nn else promoting():
+        layer = getattr(module, name)(*sizes)
+        if hasattr(layer, 'init_state'):
+            layer.init_state(5)
     return layer
 
 
@@ -61,7 +64,9 @@ def test_the_same_seed_gives_the_same_states_and_outputs(
             assert a.dtype == b.dtype == jnp.float64
             np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-15)
     for x in np.random.default_rng(0).normal(size=(3, 5, sizes[0])):
-        np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-12, atol=1e-14)
+        with promoting():
+            expected = theirs(x)
+        np.testing.assert_allclose(ours(x), expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize('name', LAYERS)
