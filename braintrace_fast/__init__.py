@@ -43,7 +43,14 @@ from .errors import (
     UntracedWarning,
 )
 from .learner import ETraceVmap, compile
-from .op import ETPPrimitive, TraceRules, element_wise, matmul, register_primitive
+from .op import (
+    ETPPrimitive,
+    TraceRules,
+    element_wise,
+    grouped_matmul,
+    matmul,
+    register_primitive,
+)
 from .reference_api.compiler import (
     HiddenPerturbation,
     add_hidden_perturbation_from_minfo,
@@ -103,6 +110,7 @@ __all__ = [
     'find_hidden_groups_from_module',
     'find_hidden_param_op_relations_from_minfo',
     'find_hidden_param_op_relations_from_module',
+    'grouped_matmul',
     'matmul',
     'nn',
     'pp_prop',

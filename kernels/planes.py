@@ -202,6 +202,10 @@ class OpRules(TraceArithmetic, Protocol):
     def is_outer(self) -> bool:
         """Whether kernels may do without them; see ``TraceRules``."""
 
+    @property
+    def groups(self) -> int:
+        """How many axes in front of inputs and outputs number groups, if ``is_outer``."""
+
 
 def read_trace(
     rules: TraceArithmetic,

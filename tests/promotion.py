@@ -7,7 +7,8 @@ import jax
 
 
 @contextmanager
-def promoting() -> Iterator[None]:
-    """Code that is not ours to change: another package, or a model as users write them."""
-    with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+def promoting(allowed: bool = True) -> Iterator[None]:
+    """For code that is not ours to change: another package's, or a model as users write them."""
+    types, ranks = ('standard', 'allow') if allowed else ('strict', 'raise')
+    with jax.numpy_dtype_promotion(types), jax.numpy_rank_promotion(ranks):
         yield

@@ -140,7 +140,32 @@ class _Finder:
                 self.explainer.untrained(eqn, key, is_only_input=not ways)
             elif not way.traced:
                 self.explainer.varying(eqn, key, way)
-        return ways
+        return ways if self.has_all_it_needs(eqn, ways) else {}
+
+    def has_all_it_needs(self, eqn: JaxprEqn, ways: Mapping[str, WeightWay]) -> bool:
+        """Whether the weights are fixed within a window, for an op that needs their values."""
+        if not eqn.primitive.needs_weights or not ways:
+            return True
+        fixed = self.fixed_ways(eqn, ways)
+        missing = [key for key, way in fixed.items() if way is None]
+        missing += [key for key, way in ways.items() if not way.is_static]
+        for way in ways.values():
+            if missing:
+                self.explainer.varying(eqn, missing[0], way)
+        return not missing
+
+    def fixed_ways(
+        self, eqn: JaxprEqn, ways: Mapping[str, WeightWay]
+    ) -> dict[str, WeightWay | None]:
+        """The ways to inputs that are not trained, for an op that needs their values."""
+        if not eqn.primitive.needs_weights:
+            return {}
+        positions = eqn.primitive.trainable_invars(eqn.params)
+        return {
+            key: self.ways.find_fixed(eqn.invars[place])
+            for key, place in positions.items()
+            if key not in ways
+        }
 
     def relation(
         self, eqn: JaxprEqn, y: Var, ways: dict[str, WeightWay], cuts: Cuts
@@ -168,6 +193,7 @@ class _Finder:
             weight_ways=ways,
             source=source_line(eqn),
             aux=aux_values(self.minfo, eqn),
+            fixed_ways={k: way for k, way in self.fixed_ways(eqn, ways).items() if way is not None},
             **self.trainable_fields(eqn, ways),
         )
 

@@ -58,6 +58,8 @@ class HiddenParamOpRelation(NamedTuple):
         The line of the user's code.
     aux : dict
         The values of the op's auxiliary inputs, by name.
+    fixed_ways : dict
+        As ``weight_ways``, of inputs that are not trained, if the op's rules need their values.
     """
 
     primitive: Primitive
@@ -80,6 +82,7 @@ class HiddenParamOpRelation(NamedTuple):
     weight_ways: dict[str, WeightWay] = {}
     source: str = ''
     aux: dict[str, jax.Array] = {}
+    fixed_ways: dict[str, WeightWay] = {}
 
     @property
     def x(self) -> Var | None:

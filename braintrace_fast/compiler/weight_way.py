@@ -57,6 +57,11 @@ class WeightWay:
         return not self.varying_vars
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the op's weight."""
+        return self._jaxpr.outvars[0].aval.shape
+
+    @property
     def is_identity(self) -> bool:
         """Whether the op reads a parameter directly."""
         return not self._jaxpr.eqns
@@ -107,8 +112,14 @@ class WeightWays:
 
     def find(self, atom: Atom) -> WeightWay | None:
         """The way to an op's input, or None if no parameter leads there."""
-        if not self.is_trained(atom):
-            return None
+        return self._way(atom) if self.is_trained(atom) else None
+
+    def find_fixed(self, atom: Atom) -> WeightWay | None:
+        """The way to an input that is not trained, or None if it changes from step to step."""
+        is_fixed = isinstance(atom, Literal) or atom not in self._varying
+        return self._way(atom) if is_fixed else None
+
+    def _way(self, atom: Atom) -> WeightWay:
         # What no parameter leads to is read as a value if it varies, and recomputed if not.
         before = self._eqns[: self._producer.get(atom, -1) + 1]
         eqns = needed_equations(before, [atom], known=self._read)

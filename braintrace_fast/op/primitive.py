@@ -53,6 +53,16 @@ class TraceRules:
         product of their last ones, and every other entry of the trace is the plane itself: that
         is what kernels are made for. Planes and traces that are uniform over outputs then have
         size one in their last axis, which the rules must broadcast.
+    groups : int
+        With ``is_outer``: how many axes (0 or 1) in front of the last ones number groups, each with
+        a weight of its own. All axes in front of them share the weights.
+    operand, plane_view : Callable, optional
+        ``(x, **params)`` and ``(plane, **params)``: what the rules, and kernels, are given in place
+        of ``x`` and of planes. For an op that is an outer product in other coordinates than its
+        own: after a transposition, say. They take any number of leading axes.
+    weight_view : Callable, optional
+        ``(weights, **params) -> weights``: the weights, those that are given, in the coordinates
+        of the trace. What ``contract`` gives is pulled back through it.
 
     Notes
     -----
@@ -65,6 +75,10 @@ class TraceRules:
     decay: Callable[..., Weights]
     contract: Callable[..., Weights]
     is_outer: bool = False
+    groups: int = 0
+    operand: Callable[..., jax.Array] | None = None
+    plane_view: Callable[..., jax.Array] | None = None
+    weight_view: Callable[..., Weights] | None = None
 
 
 class ETPPrimitive(Primitive):
@@ -86,6 +100,16 @@ class ETPPrimitive(Primitive):
         Which output is ``y``.
     trace_rules : TraceRules or None
         How to carry this op's trace; without them only fresh windows can be learned.
+    needs_weights : bool
+        Whether ``weight_vjp`` and ``weight_view`` need the values of all trainable inputs, also of
+        those that are not trained. Then the op is traced only if none of them varies in time.
+    linear_in_x : tuple of str
+        The trainable inputs whose gradients are linear in ``x``. If there are any, those of the
+        others must not depend on it.
+    x_total : Callable or None
+        ``(x, scales, **params) -> sum_t scales[t] X[t]``, for an op whose gradients are linear in
+        something else than ``x`` itself (the one-hot code of an index). ``weight_vjp`` must take
+        such a sum, which consists of floating-point numbers, in place of ``x``.
     """
 
     forward: Callable[..., jax.Array]
@@ -94,6 +118,9 @@ class ETPPrimitive(Primitive):
     x_invar_index: int | None
     y_outvar_index: int
     trace_rules: TraceRules | None
+    needs_weights: bool
+    linear_in_x: tuple[str, ...]
+    x_total: Callable[..., jax.Array] | None
     _trainable_invars: Places | None
     _aux_invars: Places | None
     _weight_vjp: Callable[..., Weights] | None
@@ -155,6 +182,11 @@ class ETPPrimitive(Primitive):
         return pull_back(cotangent.sum(tuple(range(cotangent.ndim - y.ndim))))[0]
 
 
+def weight_and_bias(params: dict[str, Any]) -> dict[str, int]:
+    """Where an op has its weight and, if ``has_bias`` says so, its bias."""
+    return {'weight': 1, 'bias': 2} if params['has_bias'] else {'weight': 1}
+
+
 _registered: dict[str, ETPPrimitive] = {}
 
 
@@ -170,6 +202,9 @@ def register_primitive(
     y_outvar_index: int = 0,
     weight_vjp: Callable[..., Weights] | None = None,
     trace_rules: TraceRules | None = None,
+    needs_weights: bool = False,
+    linear_in_x: tuple[str, ...] = (),
+    x_total: Callable[..., jax.Array] | None = None,
 ) -> ETPPrimitive:
     """Make an ETP op out of a function in plain JAX.
 
@@ -183,6 +218,7 @@ def register_primitive(
     impl_fn : Callable
         ``(*inputs, **params) -> y``: one array, with hashable keyword parameters.
     batched, gradient_enabled, x_invar_index, y_outvar_index, trace_rules : optional
+    needs_weights, linear_in_x, x_total : optional
         The attributes of :class:`ETPPrimitive` of the same names. An op has one output, so
         ``y_outvar_index`` is 0.
     trainable_invars_fn, aux_invars_fn : Callable, optional
@@ -212,6 +248,9 @@ def register_primitive(
     primitive.x_invar_index = x_invar_index
     primitive.y_outvar_index = y_outvar_index
     primitive.trace_rules = trace_rules
+    primitive.needs_weights = needs_weights
+    primitive.linear_in_x = linear_in_x
+    primitive.x_total = x_total
     primitive._trainable_invars = trainable_invars_fn
     primitive._aux_invars = aux_invars_fn
     primitive._weight_vjp = weight_vjp

@@ -14,6 +14,7 @@ so both products are one, and inputs are not smoothed.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from .engine import Steps
 from .factors import Entry, GroupPlanes, sum_leading, sum_middle
 from .gradient import GradientSum
 from .links import group_plane, links_of, links_to, x_shape
-from .materialized import varying_weights
+from .op_rules import varying_weights
 from .trace_planes import direct_ops
 
 __all__ = ['FactorizedEngine']
@@ -96,8 +97,8 @@ class FactorizedEngine:
     def trace_shape(self) -> Trace:
         """The shapes and types of the trace."""
         xs: Any = tuple(
-            None if x is None else jax.ShapeDtypeStruct(x.shape, _inexact(x))
-            for x in map(x_shape, self.relations)
+            None if x is None else jax.eval_shape(partial(_step_x, relation), x)
+            for relation, x in zip(self.relations, map(x_shape, self.relations), strict=True)
         )
         fs: Any = tuple((group_plane(link.group),) * link.group.num_state for link in self.links)
         return xs, fs
@@ -114,8 +115,8 @@ class FactorizedEngine:
         """The trace after a step."""
         (xs, fs), factors = self._entry_trace(step), step.factors
         new_xs = tuple(
-            None if old is None or x is None else self.decay_x * old + x
-            for old, x in zip(xs, factors.x, strict=True)
+            None if old is None or x is None else self.decay_x * old + _step_x(relation, x)
+            for relation, old, x in zip(self.relations, xs, factors.x, strict=True)
         )
         return new_xs, tuple(
             self._advance_planes(fs[link.index], factors.D[link.group.index], factors.f[link.index])
@@ -146,7 +147,7 @@ class FactorizedEngine:
             c = signals.c[op]
             signal = self._weighted(op, fs, signals.L)
             if signal is not None:
-                signal = sum_leading(signal / self.bias(step.elapsed), c.ndim)
+                signal = sum_leading(signal / self.bias(step.elapsed, signal.dtype), c.ndim)
                 total.add_product(op, xs[op], signal, factors.varying[op])
             if self.direct[op] or not relation.is_static:
                 total.add_present(op, factors, c, self._weighted(op, factors.f, signals.L))
@@ -170,7 +171,9 @@ class FactorizedEngine:
         for op, relation in enumerate(self.relations):
             signal = self._weighted(op, fs, signals)
             if signal is not None:
-                signal = sum_leading(signal / self.bias(elapsed), relation.y_var.aval.ndim)
+                signal = sum_leading(
+                    signal / self.bias(elapsed, signal.dtype), relation.y_var.aval.ndim
+                )
                 total.add_product(op, xs[op], signal, varying[op])
 
     def _weighted(self, op: int, planes: LinkPlanes, by: GroupPlanes) -> Plane:
@@ -207,7 +210,7 @@ class FactorizedEngine:
                 self._add_window(total, op, steps, (xs, fs), smoothed)
         if steps.entry is None:
             return None
-        return tuple(map(self._last_x, steps.factors.x, xs)), tuple(ends)
+        return tuple(map(self._last_x, self.relations, steps.factors.x, xs)), tuple(ends)
 
     def _entry_trace(self, steps: Steps) -> Trace:
         if steps.entry is None:
@@ -229,13 +232,13 @@ class FactorizedEngine:
             total.add_product(op, x_start, first)
         if x is None or read is None:
             total.add_product(op, x, add([read, now]), leading_axes=1)
-        elif _is_linear(self.relations[op]):
+        elif linear := self.relations[op].primitive.linear_in_x:
             left, back = smooth(read, None, self.decay_x, reverse=True, backend=self.backend)
-            total.add_product(op, x, add([back, now]), leading_axes=1, only=_reads_x)
+            total.add_product(op, x, add([back, now]), leading_axes=1, only=linear.__contains__)
             rest = add([read, now])
-            total.add_product(op, x, rest, leading_axes=1, only=lambda key: not _reads_x(key))
+            total.add_product(op, x, rest, leading_axes=1, only=lambda key: key not in linear)
             if x_start is not None:
-                total.add_product(op, x_start, left, only=_reads_x)
+                total.add_product(op, x_start, left, only=linear.__contains__)
         else:
             past = None if x_start is None else self.decay_x * x_start
             xhat = smooth(x.astype(_inexact(x)), past, self.decay_x, backend=self.backend)[1]
@@ -250,7 +253,7 @@ class FactorizedEngine:
         if signals is None:
             return None, None, None
         c = signals.c[op]
-        indices = steps.elapsed + jnp.arange(c.shape[0])
+        indices = steps.elapsed + jnp.arange(c.shape[0], dtype=steps.elapsed.dtype)
 
         def weighted(planes: LinkPlanes, by: GroupPlanes) -> Plane:
             plane = self._weighted(op, planes, by)
@@ -276,18 +279,17 @@ class FactorizedEngine:
         """A plane of all steps, each divided by its bias."""
         if plane is None:
             return None
-        bias = self.bias(indices).astype(plane.dtype)
+        bias = self.bias(indices, plane.dtype)
         return plane / bias.reshape(-1, *[1] * (plane.ndim - 1))
 
-    def _last_x(self, x: jax.Array | None, start: jax.Array | None) -> jax.Array | None:
+    def _last_x(
+        self, relation: HiddenParamOpRelation, x: jax.Array | None, start: jax.Array | None
+    ) -> jax.Array | None:
         """``xhat`` after the last step of a window."""
         if x is None or start is None:
             return None
-        weights = self.decay_x ** np.arange(len(x) - 1, -1, -1)
-        recent = jnp.tensordot(
-            jnp.asarray(weights, start.dtype), x.astype(start.dtype), 1, precision='highest'
-        )
-        return self.decay_x ** len(x) * start + recent
+        scales = jnp.asarray(self.decay_x ** np.arange(len(x) - 1, -1, -1), start.dtype)
+        return self.decay_x ** len(x) * start + _total_x(relation, x, scales)
 
     def trace_of(self, trace: Trace, ops: list[int]) -> tuple[dict, dict]:
         """The input sides by op, and the output sides by op and group."""
@@ -298,20 +300,24 @@ class FactorizedEngine:
             if link.op in ops
         }
 
-    def bias(self, step: jax.Array) -> jax.Array:
+    def bias(self, step: jax.Array, dtype: Any) -> jax.Array:
         """The correction for the steps that the smoothing has not yet seen."""
-        correction = jnp.maximum(1 - self.decay_f ** (step + 1.0), 1e-8)
-        return jnp.where(step < 1000, correction, 1.0)
+        correction = jnp.maximum(1 - self.decay_f ** (step.astype(float) + 1.0), 1e-8)
+        return jnp.where(step < 1000, correction, 1.0).astype(dtype)
 
 
-def _is_linear(relation: HiddenParamOpRelation) -> bool:
-    """Whether the gradient of the op's ``'weight'`` is linear in ``x``, and no other reads it."""
-    rules = relation.primitive.trace_rules
-    return rules is not None and rules.is_outer
+def _total_x(relation: HiddenParamOpRelation, x: jax.Array, scales: jax.Array) -> jax.Array:
+    """``sum_t scales[t] x_t``, or the same of that in which the op's gradients are linear."""
+    if relation.primitive.x_total is not None:
+        return relation.primitive.x_total(x, scales, **relation.rule_params)
+    return jnp.tensordot(scales, x.astype(scales.dtype), 1, precision='highest')
 
 
-def _reads_x(key: str) -> bool:
-    return key == 'weight'
+def _step_x(relation: HiddenParamOpRelation, x: jax.Array) -> jax.Array:
+    """What a step adds to ``xhat``."""
+    if relation.primitive.x_total is not None:
+        return _total_x(relation, x[None], jnp.ones(1, relation.y_var.aval.dtype))
+    return x.astype(_inexact(x))
 
 
 def _inexact(x: Any) -> Any:

@@ -80,7 +80,7 @@ class GradientSum:
         relation = self._relations[index]
         weights = {
             key: way(leaves_of(self._params, way), varying.get(key, ()))
-            for key, way in relation.weight_ways.items()
+            for key, way in (relation.weight_ways | relation.fixed_ways).items()
         }
         return relation.primitive.weight_vjp(
             x, cotangent, weights, leading_axes=leading_axes, **relation.rule_params
@@ -100,6 +100,8 @@ class GradientSum:
         relation = self._relations[index]
         if grads is None:
             return
+        if relation.primitive.trace_rules.weight_view is not None:
+            grads = self._from_view(relation, grads)
         for key, way in relation.weight_ways.items():
             if way.is_static:
                 pulled = way.pull_back(leaves_of(self._params, way), grads[key])
@@ -107,6 +109,20 @@ class GradientSum:
                 pulled = tuple(grads[key] for _ in way.traced)
             for place, gradient in zip(way.traced, pulled, strict=True):
                 self._add_leaf(way.paths[place], way.leaf_indices[place], gradient)
+
+    def _from_view(
+        self, relation: HiddenParamOpRelation, grads: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        """Gradients in the coordinates of an op's trace, pulled back to those of its weights."""
+        view, params = relation.primitive.trace_rules.weight_view, relation.rule_params
+        weights = {
+            # A view of weights that may vary is linear, and the same at all of them.
+            key: way(leaves_of(self._params, way)) if way.is_static else jnp.zeros(way.shape)
+            for key, way in (relation.weight_ways | relation.fixed_ways).items()
+        }
+        viewed, pull_back = jax.vjp(lambda weights: view(weights, **params), weights)
+        cotangents = {key: grads[key].astype(a.dtype) for key, a in viewed.items()}
+        return pull_back(cotangents)[0]
 
     def result(self) -> Values:
         """The gradients by path, with the structure (units included) of the parameters."""

@@ -8,28 +8,25 @@ Where ``D[s,q]`` and ``f[s]`` are uniform, as those of a synapse with one time c
 the same for all outputs of an op, and is kept once. Kernels take whole planes.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..compiler import ETraceGraph, HiddenParamOpRelation
+from ..compiler import ETraceGraph
 from ..errors import NotSupportedError
 from ..kernels.adjoint_scan import adjoint_scan
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.planes import Plane, add, read_trace, times
 from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
-from ..op import TraceRules
 from .engine import FactorTransform, Steps
 from .factors import Entry, Factors, GroupPlanes, Signals, sum_middle
 from .gradient import GradientSum, slopes_of
 from .links import Link, group_plane, links_of, links_to, x_shape
+from .op_rules import bound_rules, operand, plane_views, varying_weights
 from .trace_planes import direct_ops, trace_planes
 
 __all__ = ['MaterializedEngine']
@@ -127,11 +124,12 @@ class MaterializedEngine:
         new = []
         for link in self.links:
             slopes = slopes_of(link.relation, step.params, factors.varying[link.op])
+            rules = bound_rules(link.relation, slopes)
             planes, _ = trace_step(
-                bound_rules(link.relation, slopes),
-                factors.x[link.op],
-                self._compressed(link, factors.D[link.group.index]),
-                self._compressed(link, factors.f[link.index]),
+                rules,
+                operand(rules, factors.x[link.op]),
+                plane_views(rules, self._compressed(link, factors.D[link.group.index])),
+                plane_views(rules, self._compressed(link, factors.f[link.index])),
                 entry.trace[link.index],
                 seed=self._seed(step.elapsed, link),
                 live=entry.live,
@@ -157,11 +155,11 @@ class MaterializedEngine:
             rules = bound_rules(link.relation)
             L, R = signals.L[link.group.index], signals.R[link.group.index]
             if self._is_whole(link, L, R):
-                read = read_trace(rules, L, trace[link.index])
+                read = read_trace(rules, plane_views(rules, L), trace[link.index])
                 in_trace[link.op] += map(times, L, factors.f[link.index])
             else:
                 elsewhere[link.op] = True
-                past = signals_before(factors.D[link.group.index], L, R)
+                past = plane_views(rules, signals_before(factors.D[link.group.index], L, R))
                 read = read_trace(rules, past, entry.trace[link.index], live=entry.live)
             total.add_past(link.op, read)
         for op, counted in enumerate(in_trace):
@@ -174,8 +172,9 @@ class MaterializedEngine:
         """Add ``signals[g][q] . e[q]``: cotangents of the states to which the trace belongs."""
         signals = signals if self.transform is None else self.transform.planes(signals)
         for link in self.links:
-            planes, old = signals[link.group.index], entry.trace[link.index]
-            read = read_trace(bound_rules(link.relation), planes, old, live=entry.live)
+            rules, old = bound_rules(link.relation), entry.trace[link.index]
+            planes = plane_views(rules, signals[link.group.index])
+            read = read_trace(rules, planes, old, live=entry.live)
             total.add_past(link.op, read)
 
     def window(
@@ -250,18 +249,22 @@ class MaterializedEngine:
         entry = _entry(steps)
         new = []
         for link in self.links:
-            w, product = None, None
-            if link.is_first and total is not None:
-                w = adjoint.w[link.op]
-                if w is not None:
-                    product = total.product(link.op, factors.x[link.op], w, leading_axes=1)
+            rules, x = bound_rules(link.relation), factors.x[link.op]
+            w = adjoint.w[link.op] if link.is_first and total is not None else None
+            product = None
+            if total is not None and w is not None:
+                if rules.weight_view is None:
+                    product = total.product(link.op, x, w, leading_axes=1)
+                else:  # it has other coordinates than the trace
+                    total.add_product(link.op, x, w, leading_axes=1)
+                    w = None
             planes, read = trace_carry(
-                bound_rules(link.relation),
-                factors.x[link.op],
-                self._compressed(link, adjoint.P[link.group.index]),
-                self._compressed(link, adjoint.u[link.index]),
+                rules,
+                operand(rules, x),
+                plane_views(rules, self._compressed(link, adjoint.P[link.group.index])),
+                plane_views(rules, self._compressed(link, adjoint.u[link.index])),
                 entry.trace[link.index],
-                adjoint.nu[link.group.index],
+                plane_views(rules, adjoint.nu[link.group.index]),
                 seed=self._seed(steps.elapsed, link),
                 live=entry.live,
                 w=w,
@@ -316,7 +319,12 @@ class MaterializedEngine:
         plane, relation = group_plane(link.group), link.relation
         if compressed:
             plane = plane.update(shape=(*plane.shape[:-1], 1))
-        shapes = jax.eval_shape(bound_rules(relation).outer, x_shape(relation), plane)
+        rules = bound_rules(relation)
+        shapes = jax.eval_shape(
+            lambda x, plane: rules.outer(operand(rules, x), plane_views(rules, plane)),
+            x_shape(relation),
+            plane,
+        )
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, self.trace_dtype or a.dtype), shapes
         )
@@ -365,37 +373,6 @@ def signals_before(
 ) -> list[Plane]:
     """``L D + R``: what the loss of a step says of the states before it."""
     return [add([R[q], *(times(L[s], row[q]) for s, row in enumerate(D))]) for q in range(len(D))]
-
-
-def bound_rules(
-    relation: HiddenParamOpRelation, slopes: Mapping[str, jax.Array] = MappingProxyType({})
-) -> TraceRules:
-    """The trace rules of a relation's op, with the parameters of its equation.
-
-    With ``slopes``, new traces are in the coordinates of the parameter, not of the op's weight.
-    """
-    rules, params = relation.primitive.trace_rules, relation.rule_params
-
-    def outer(x: Any, plane: jax.Array) -> Any:
-        trace = rules.outer(x, plane, **params)
-        return {k: leaf * slopes[k] if k in slopes else leaf for k, leaf in trace.items()}
-
-    return dataclasses.replace(
-        rules,
-        outer=outer,
-        outer_sum=partial(rules.outer_sum, **params),
-        decay=partial(rules.decay, **params),
-        contract=partial(rules.contract, **params),
-        is_outer=rules.is_outer and not slopes,
-    )
-
-
-def varying_weights(relations: Sequence[HiddenParamOpRelation]) -> str | None:
-    """Which weight varies in time, if one does, and where it is used."""
-    for relation in relations:
-        if not relation.is_static:
-            return f'{relation.source}: the weight {relation.path} varies in time'
-    return None
 
 
 def _first_output(plane: jax.Array) -> jax.Array:

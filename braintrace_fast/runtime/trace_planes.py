@@ -84,8 +84,9 @@ def _uniform(graph: ETraceGraph, link: Link, alive: Sequence[bool]) -> list[bool
     """Which planes are made of uniform factors, and of no plane that is not uniform."""
     relation, shape = link.relation, link.group.varshape
     rules = relation.primitive.trace_rules
-    is_outer = rules is not None and rules.is_outer and relation.is_static
-    if not is_outer or relation.y_var.aval.shape != shape or shape[-1] == 1:
+    is_outer = rules is not None and rules.is_outer and rules.plane_view is None
+    applies = is_outer and relation.is_static and relation.y_var.aval.shape == shape
+    if not applies or shape[-1] == 1:
         return [False] * len(alive)
     uniform = graph.transitions[link.group.index].uniform
     for _ in uniform:

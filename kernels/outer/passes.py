@@ -150,6 +150,7 @@ class PlaneRules(NamedTuple):
     """Trace rules for entries of a trace that are the plane itself, such as a bias; in float32."""
 
     names: tuple[str, ...]
+    groups: int = 0
 
     @property
     def is_outer(self) -> bool:
@@ -170,7 +171,7 @@ class PlaneRules(NamedTuple):
 
     def contract(self, plane: jax.Array, trace: Any) -> dict[str, jax.Array]:
         """Their product, summed over batch."""
-        leading = tuple(range(plane.ndim - 1))
+        leading = tuple(range(plane.ndim - 1 - self.groups))
         return {name: a.sum(leading) for name, a in self.decay(plane, trace).items()}
 
 
@@ -239,6 +240,8 @@ def reason(
         return 'no plane of the trace is kept'
     if given.x is None or not given.rules.is_outer:
         return 'the trace of the op is not an outer product of its input with a plane'
+    if given.rules.groups:
+        return 'the op has groups, each with a weight of its own'
     for a, shape in _expected(given, kept, window):
         if a.dtype not in FLOATS:
             return f'an operand is of {a.dtype}; kernels take float32 and bfloat16'
@@ -278,7 +281,7 @@ def run(
     todo = as_pass(given, window)
     weights, weight_read = launch(todo)
     old = next(e for e in given.trace if e is not None)
-    rules = PlaneRules(tuple(name for name in old if name != 'weight'))
+    rules = PlaneRules(tuple(name for name in old if name != 'weight'), given.rules.groups)
     new: list[Any] = [{} if s in weights else None for s in range(len(given.trace))]
     read: Any = {}
     if rules.names:

@@ -27,7 +27,13 @@ def trace_carry(operands: TraceOperands, *, overwrite: bool = True) -> tuple[tup
     x, P, u, signal = operands.x, operands.decay, operands.fresh, operands.signal
     shapes = {plane.shape[:-1] for row in P for plane in row if plane is not None}
     plain = operands.seed is not None or not operands.rules.is_outer
-    if plain or x is None or x.ndim < 3 or not x.size or shapes != {x.shape[1:-1]}:
+    if (
+        plain
+        or x is None
+        or x.ndim < 3 + operands.rules.groups
+        or not x.size
+        or shapes != {x.shape[1:-1]}
+    ):
         return reference.trace_carry(operands)
     last = x.shape[1] - 1
 

@@ -315,7 +315,7 @@ class Refractory(Leaky):
         self.wait = brainstate.HiddenState(jnp.arange(N))
 
     def leak(self, h):
-        self.wait.value = jnp.maximum(self.wait.value - 1, 0) + 3 * (h > 1)
+        self.wait.value = jnp.maximum(self.wait.value - 1, 0) + 3 * (h > 1).astype(int)
         return jnp.where(self.wait.value > 1, 0.5, 0.9) * h
 
 

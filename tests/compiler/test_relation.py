@@ -557,7 +557,8 @@ class Masked(Leaky):
         self.W = brainstate.ParamState({'mask': mask, 'weight': self.W.value})
 
     def drive(self, x):
-        weight = self.W.value['weight'] * self.W.value['mask']
+        weight, mask = self.W.value['weight'], self.W.value['mask']
+        weight = weight * mask.astype(weight.dtype)
         return btf.matmul(jnp.concatenate([x, self.h.value], axis=-1), weight)
 
 

@@ -1,6 +1,5 @@
 """The layers are drop-in for those of braintrace: arguments, paths, numbers drawn and computed."""
 
-import contextlib
 import inspect
 import warnings
 from types import ModuleType
@@ -27,7 +26,7 @@ def reference() -> ModuleType:
 
 def make(module: ModuleType, name: str, *sizes: int) -> Any:
     brainstate.random.seed(3)
-    with contextlib.nullcontext() if module is nn else promoting():
+    with promoting(module is not nn):
         layer = getattr(module, name)(*sizes)
         if hasattr(layer, 'init_state'):
             layer.init_state(5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from braintrace_fast.op import ETPPrimitive, element_wise, matmul, register_primitive
-from braintrace_fast.op.matmul import outer_total
+from braintrace_fast.op.outer import outer_total
 
 pytestmark = pytest.mark.usefixtures('x64')
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from ..._compat import Atom, JaxprEqn, Literal, Var, equation_function
 from ...compiler.primitives import LINEAR
-from ...op.matmul import outer_total
+from ...op.outer import outer_total
 
 __all__ = ['Sum', 'invariant_value', 'sum_of']
 
