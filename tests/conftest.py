@@ -40,7 +40,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile('suite')
 
 
-STRICT = [Path(__file__).parent / folder for folder in ('compiler', 'kernels', 'nn', 'op')]
+STRICT = [
+    Path(__file__).parent / folder for folder in ('compiler', 'kernels', 'nn', 'op', 'runtime')
+]
 
 
 @pytest.fixture(autouse=True)
