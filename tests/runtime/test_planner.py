@@ -20,6 +20,7 @@ from braintrace_fast.runtime.planner import (
     plan_windows,
     split,
 )
+from tests.promotion import promoting
 
 BATCH, N_IN, N = 8, 24, 64
 
@@ -32,7 +33,7 @@ class Leaky(brainstate.nn.Module):
 
     def __init__(self, narrow=False):
         super().__init__()
-        self.decay = 0.8 if narrow else jnp.linspace(0.7, 0.9, N)
+        self.decay = 0.8 if narrow else jnp.linspace(0.7, 0.9, N)[None]
         self.layer = btf.nn.Linear(N_IN + N, N)
         self.readout = brainstate.nn.Linear(N, 3)
 
@@ -44,7 +45,8 @@ class Leaky(brainstate.nn.Module):
         z = jnp.tanh(self.v.value)
         self.g.value = self.decay * self.g.value + self.layer(jnp.concatenate([x, z], axis=-1))
         self.v.value = 0.9 * self.v.value + self.g.value - z
-        return self.readout(jnp.tanh(self.v.value))
+        with promoting():  # brainstate broadcasts the bias
+            return self.readout(jnp.tanh(self.v.value))
 
 
 MODELS = {
