@@ -109,7 +109,9 @@ def test_layers_of_other_sizes(reference, name, sizes, lead) -> None:
         'Embedding': rng.integers(5, size=lead),
     }
     found = ours(jnp.asarray(inputs[name]))
-    np.testing.assert_allclose(found, theirs(jnp.asarray(inputs[name])), rtol=1e-12, atol=1e-14)
+    with promoting():
+        expected = theirs(jnp.asarray(inputs[name]))
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
     assert (ours.in_size, ours.out_size) == (theirs.in_size, theirs.out_size)
     assert isinstance(ours, type(theirs).__mro__[1])
 
