@@ -90,6 +90,9 @@ class NoMemory:
     def refuses_windows(self):
         return 'it looks at one step at a time'
 
+    def refuses_carry(self):
+        return None
+
     def refuses_restarts(self):
         return None
 

@@ -2,8 +2,12 @@
 
 from typing import Any
 
+from .conv import Conv1d, Conv2d, Conv3d
+from .embedding import Embedding
 from .forwards import FORWARDED, forwarded
+from .grouped import GroupedLinear
 from .linear import Linear, ScaledWSLinear, SignedWLinear
+from .lora import LoRA
 from .lru import LRUCell
 from .minimal import CFNCell, MGUCell, MiniGRU, MiniLSTM, MinimalRNNCell
 from .readout import LeakyRateReadout
@@ -11,11 +15,17 @@ from .rnn import GRUCell, LSTMCell, URLSTMCell, ValinaRNNCell
 
 __all__ = [
     'CFNCell',
+    'Conv1d',
+    'Conv2d',
+    'Conv3d',
+    'Embedding',
     'GRUCell',
+    'GroupedLinear',
     'LRUCell',
     'LSTMCell',
     'LeakyRateReadout',
     'Linear',
+    'LoRA',
     'MGUCell',
     'MiniGRU',
     'MiniLSTM',

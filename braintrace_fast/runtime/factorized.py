@@ -86,6 +86,9 @@ class FactorizedEngine:
         """Weights that vary in time are refused: they cannot be pulled back once per window."""
         return varying_weights(self.relations)
 
+    def refuses_carry(self) -> None:
+        """Nothing is refused: the trace is small."""
+
     def refuses_restarts(self) -> str:
         """They are refused: one count of steps serves all examples."""
         return (
