@@ -185,3 +185,13 @@ def test_one_step_from_a_zero_trace_gives_the_gradient_of_the_step(name, rule):
     expected = oracle.bptt(model.plain, follow, model.parameters(), [model.dense(xs[0])], start)
     by_key = {path[-1]: value for path, value in brainstate.transform.jit(gradient)().items()}
     testing.compare(by_key, expected).check(1e-12)
+
+
+@pytest.mark.parametrize('name', ['embedding', 'lora', 'einsum_shared'])
+@pytest.mark.parametrize('decay', [None, DECAY], ids=['d_rtrl', 'pp_prop'])
+def test_the_oracle_for_users_knows_the_op(name, decay):
+    model, xs = Driven(OP_MODELS[name], 'two'), OP_MODELS[name].inputs(STEPS, BATCH)
+    brainstate.nn.init_all_states(model, BATCH)
+    found = testing.recurrence(model, xs, step_fn=lambda x: oracle.losses_of(model(x)), decay=decay)
+    expected = truth(None, xs, name, 'two', 'd_rtrl' if decay is None else 'pp_prop', 'per step')
+    testing.compare({path[-1]: value for path, value in found.items()}, expected).check(1e-11)
