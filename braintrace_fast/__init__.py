@@ -50,6 +50,7 @@ from .op import (
     grouped_matmul,
     matmul,
     register_primitive,
+    sparse_matmul,
 )
 from .reference_api.compiler import (
     HiddenPerturbation,
@@ -116,5 +117,6 @@ __all__ = [
     'pp_prop',
     'register_primitive',
     'set_backend',
+    'sparse_matmul',
     'use_backend',
 ]

@@ -4,6 +4,7 @@ from .element_wise import element_wise
 from .grouped_matmul import grouped_matmul
 from .matmul import matmul
 from .primitive import ETPPrimitive, TraceRules, register_primitive
+from .sparse_matmul import sparse_matmul
 
 __all__ = [
     'ETPPrimitive',
@@ -12,4 +13,5 @@ __all__ = [
     'grouped_matmul',
     'matmul',
     'register_primitive',
+    'sparse_matmul',
 ]
