@@ -20,7 +20,7 @@ from .matmul import matmul
 from .operands import affine
 from .primitive import TraceRules, Weights, register_primitive, weight_and_bias
 from .sparse_pattern import Pattern, format_of, pattern_of
-from .sparse_sums import EXAMPLES, in_blocks, one_batch, sample, spread, take
+from .sparse_sums import EXAMPLES, in_blocks, one_batch, sample, spread, take, zeros_for
 
 __all__ = ['sparse_matmul', 'sparse_matmul_p']
 
@@ -70,13 +70,11 @@ def _outer(
 
 def _outer_sum(x: jax.Array, plane: jax.Array, **params: Any) -> Weights:
     """Step by step, so that only one trace is there at a time."""
-    zero = jax.eval_shape(lambda: _outer(x[0], plane[0], **params))
-    start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), zero)
 
     def add(total: Weights, step: tuple[jax.Array, jax.Array]) -> tuple[Weights, None]:
         return jax.tree.map(jnp.add, total, _outer(*step, **params)), None
 
-    return lax.scan(add, start, (x, plane))[0]
+    return lax.scan(add, _outer(x[0], plane[0], **params), (x[1:], plane[1:]))[0]
 
 
 def _decay(
@@ -95,7 +93,7 @@ def _contract(
         some = (lax.dynamic_slice_in_dim(a, first, num) for a in (planes, traces))
         return sum((take(p, cols) * e for p, e in zip(*some, strict=True)), total)
 
-    start = jnp.zeros(cols.shape, jnp.result_type(planes, traces))
+    start = zeros_for(cols.shape, planes, traces)
     result = {'weight': in_blocks(add_examples, start, len(planes), EXAMPLES)}
     if has_bias:
         result['bias'] = one_batch(plane * trace['bias']).sum(0)

@@ -21,9 +21,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .._compat import varying_alike
 from .outer import outer_total
 
-__all__ = ['in_blocks', 'one_batch', 'sample', 'spread', 'take']
+__all__ = ['in_blocks', 'one_batch', 'sample', 'spread', 'take', 'zeros_for']
 
 EXAMPLES = 8
 """How many examples are taken at a time on a CPU: one cache line holds 16 numbers."""
@@ -69,9 +70,14 @@ def sample(x: jax.Array, y: jax.Array, sources: jax.Array, targets: jax.Array) -
     return sample_p.bind(one_batch(x), one_batch(y), sources, targets)
 
 
-def _of_one_type(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_one_type(a: jax.Array, b: jax.Array) -> list[jax.Array]:
     dtype = jnp.result_type(a, b)
-    return a.astype(dtype), b.astype(dtype)
+    return varying_alike(a.astype(dtype), b.astype(dtype))
+
+
+def zeros_for(shape: tuple[int, ...], *summed: jax.Array) -> jax.Array:
+    """What a sum of products of arrays starts from, inside ``shard_map`` too."""
+    return varying_alike(jnp.zeros(shape, jnp.result_type(*summed)), *summed)[0]
 
 
 def one_batch(a: jax.Array) -> jax.Array:
@@ -113,7 +119,7 @@ def _spread_examples(
     x: jax.Array, w: jax.Array, sources: jax.Array, targets: jax.Array, *, size: int
 ) -> jax.Array:
     """A few examples; they come last, so that an entry reads and writes neighbouring numbers."""
-    return _add_entries(jnp.zeros((size, len(x)), x.dtype), x.T, w, sources, targets).T
+    return _add_entries(zeros_for((size, len(x)), x, w), x.T, w, sources, targets).T
 
 
 def _add_entries(
@@ -135,11 +141,11 @@ def _spread_in_blocks(
             some = (lax.dynamic_slice_in_dim(a, first, entries) for a in (w, sources, targets))
             return _add_entries(y, block, *some)
 
-        start = jnp.zeros((size, examples), x.dtype)
+        start = zeros_for((size, examples), x, w)
         some = in_blocks(add_entries, start, len(w), ENTRIES).T
         return some if examples == len(x) else lax.dynamic_update_slice_in_dim(y, some, first, 0)
 
-    return in_blocks(add_examples, jnp.zeros((len(x), size), x.dtype), len(x), EXAMPLES)
+    return in_blocks(add_examples, zeros_for((len(x), size), x, w), len(x), EXAMPLES)
 
 
 def _sample(x: jax.Array, y: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
@@ -159,7 +165,7 @@ def _sample_examples(
         terms = (take(a, sources) * take(b, targets) for a, b in zip(*some, strict=True))
         return sum(terms, total)
 
-    return in_blocks(add_examples, jnp.zeros(sources.shape, x.dtype), len(x), EXAMPLES)
+    return in_blocks(add_examples, zeros_for(sources.shape, x, y), len(x), EXAMPLES)
 
 
 def _primitive(

@@ -4,5 +4,7 @@ from tests.op_models import grouped_matmul, matmul, sparse_matmul
 from tests.op_models.model import OpModel
 
 OP_MODELS: dict[str, OpModel] = {
-    model.name: model for module in (grouped_matmul, matmul, sparse_matmul) for model in module.MODELS
+    model.name: model
+    for module in (grouped_matmul, matmul, sparse_matmul)
+    for model in module.MODELS
 }
