@@ -1,6 +1,6 @@
 """Layers and cells whose weights an online learner can trace."""
 
-from .linear import Linear, SignedWLinear
+from .linear import Linear, SignedWLinear, SparseLinear
 from .readout import LeakyRateReadout
 from .rnn import GRUCell, LSTMCell, MinimalRNNCell, ValinaRNNCell
 
@@ -11,5 +11,6 @@ __all__ = [
     'Linear',
     'MinimalRNNCell',
     'SignedWLinear',
+    'SparseLinear',
     'ValinaRNNCell',
 ]
