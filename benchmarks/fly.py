@@ -51,13 +51,7 @@ class FlyBrain(brainstate.nn.Module):
             self.connectome = library.nn.Linear(size, size, whole, b_init=None, w_mask=mask)
         else:
             self.connectome = library.nn.SparseLinear(matrix)
-        self.lora_matmul = library.lora_matmul
-        self.correction = brainstate.ParamState(
-            {
-                'B': brainstate.random.normal(0.0, size**-0.5, (size, rank)),
-                'A': brainstate.random.normal(0.0, 1.0, (rank, size)),
-            }
-        )
+        self.correction = library.nn.LoRA(size, rank, size)
         self.current = bp.Expon(size, tau=5 * u.ms, g_initializer=lambda shape: jnp.zeros(shape))
         self.neurons = bp.LIF(
             size,
@@ -75,6 +69,5 @@ class FlyBrain(brainstate.nn.Module):
         spikes = self.neurons.get_spike()
         senses = jnp.maximum(spikes[..., : x.shape[-1]], x)
         spikes = jnp.concatenate([senses, spikes[..., x.shape[-1] :]], -1)
-        low_rank = self.lora_matmul(spikes, self.correction.value['B'], self.correction.value['A'])
         recurrent = self.connectome(spikes if self.dense else brainevent.BinaryArray(spikes))
-        return self.readout(self.neurons(self.current(recurrent + low_rank) * u.mA))
+        return self.readout(self.neurons(self.current(recurrent + self.correction(spikes)) * u.mA))

@@ -44,9 +44,7 @@ def kernel_choices(
         return []
     runner, engine = driver.executor.runner, driver.engine
     values = driver.executor.values()
-    relations = driver.graph.hidden_param_op_relations
-    carries = all(relation.primitive.trace_rules is not None for relation in relations)
-    before = entry if carries else None  # without it, one learns in fresh windows
+    before = entry if driver.graph.can_carry else None  # without it, one learns in fresh windows
 
     def step() -> Any:
         *_, factors = runner.run(example, *values)

@@ -1,11 +1,12 @@
 """``y = weight[indices]``: the rows of a table. A product with one-hot rows that are never made.
 
 ``d y[f] / d weight[v, f]`` is 1 where ``v`` is the index, so the trace of the table is
-``(..., V, F)``. Gradients add what a cotangent says to the row of its index.
+``(..., V, F)``, with all axes of a row folded into one. Gradients add what a cotangent says to the
+row of its index.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import saiunit as u
 
 from .operands import check_floats, matmul_precision, numbers_of
 from .outer import outer_rules, outer_total
-from .primitive import Weights, register_primitive
+from .primitive import TraceRules, Weights, register_primitive
 
 __all__ = ['embedding', 'embedding_p']
 
@@ -28,10 +29,19 @@ def _weight_vjp(
 ) -> Weights:
     weight = weights['weight']
     if jnp.issubdtype(x.dtype, jnp.inexact):  # a sum of one-hot rows
-        total = outer_total(x, cotangent, precision=precision)
+        folded = _plane_view(cotangent, row=weight.shape[1:])
+        total = outer_total(x, folded, precision=precision).reshape(weight.shape)
     else:
         total = jnp.zeros(weight.shape, cotangent.dtype).at[x].add(cotangent, mode='drop')
     return {'weight': total.astype(weight.dtype)}
+
+
+def _plane_view(plane: jax.Array, *, row: tuple[int, ...], **_: Any) -> jax.Array:
+    return plane.reshape(*plane.shape[: plane.ndim - len(row)], math.prod(row))
+
+
+def _weight_view(weights: Weights, *, rows: int, row: tuple[int, ...], **_: Any) -> Weights:
+    return {'weight': weights['weight'].reshape(rows, math.prod(row))}
 
 
 def _one_hot(indices: jax.Array, rows: int, dtype: Any) -> jax.Array:
@@ -70,7 +80,14 @@ embedding_p = register_primitive(
     weight_vjp=_weight_vjp,
     linear_in_x=('weight',),
     x_total=_x_total,
-    trace_rules=replace(outer_rules(), outer=_outer, outer_sum=_outer_sum, is_outer=False),
+    trace_rules=TraceRules(
+        _outer,
+        _outer_sum,
+        outer_rules().decay,
+        outer_rules().contract,
+        plane_view=_plane_view,
+        weight_view=_weight_view,
+    ),
 )
 
 
@@ -84,7 +101,7 @@ def embedding(indices: Any, weight: Any, *, weight_fn: Callable[[Any], Any] | No
     indices : ArrayLike
         Integers of any shape, at least ``-rows`` and less than ``rows``; -1 is the last row.
     weight : ArrayLike
-        Shape ``(rows, features)``.
+        Shape ``(rows, features)``, or of rows with several axes, ``(rows, ...)``.
     weight_fn : Callable, optional
         Applied to the table before the op: to its numbers, without the unit, which is put back
         after. Gradients are those of the raw table.
@@ -92,14 +109,14 @@ def embedding(indices: Any, weight: Any, *, weight_fn: Callable[[Any], Any] | No
     Returns
     -------
     ArrayLike
-        Shape ``(*indices.shape, features)``, in the unit of the table.
+        Shape ``(*indices.shape, *weight.shape[1:])``, in the unit of the table.
 
     Raises
     ------
     TypeError
         If the indices are not integers, or the table does not consist of floating-point numbers.
     ValueError
-        If the table is not a matrix.
+        If the table has no rows of at least one axis.
     IndexError
         If an index is out of range and its value is known. Under ``jit`` it is not: such an index
         then gives NaN, and no gradient to any row.
@@ -119,7 +136,8 @@ def embedding(indices: Any, weight: Any, *, weight_fn: Callable[[Any], Any] | No
     weight, unit = numbers_of(weight, weight_fn)
     indices = jnp.asarray(indices)
     _check(indices, weight)
-    y = embedding_p.bind(indices, weight, rows=len(weight), precision=matmul_precision())
+    rows, *row = weight.shape
+    y = embedding_p.bind(indices, weight, rows=rows, row=tuple(row), precision=matmul_precision())
     return u.maybe_decimal(y * unit)
 
 
@@ -129,10 +147,10 @@ def _check(indices: jax.Array, weight: jax.Array) -> None:
             f'embedding: found indices of dtype {indices.dtype}, expected integers. '
             'Convert them: indices.astype(jnp.int32).'
         )
-    if weight.ndim != 2:
+    if weight.ndim < 2:
         raise ValueError(
             f'embedding: found a weight of shape {weight.shape}, expected (rows, features). '
-            'Reshape the features of a row into one axis.'
+            'For rows of one number use weight[:, None].'
         )
     check_floats('embedding', weight=weight)
     rows = len(weight)

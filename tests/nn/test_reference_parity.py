@@ -15,6 +15,10 @@ import pytest
 from braintrace_fast import nn
 
 LAYERS = list(nn.__all__)
+OWN_SIZES = {'GroupedLinear': (2, 3, 4), 'LoRA': (3, 2, 4), 'Embedding': (5, 3)}
+"""Layers that are made from other sizes, and take other inputs, than the rest."""
+OF_TWO_SIZES = [name for name in LAYERS if name not in OWN_SIZES]
+"""Those that are made from a number of inputs and one of outputs."""
 
 
 @pytest.fixture(scope='module')
@@ -42,6 +46,21 @@ def make(module: ModuleType, name: str, *sizes: int) -> Any:
     return layer
 
 
+def make_both(reference: ModuleType, name: str, sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    """The layer of either library, after a check that their states are the same."""
+    ours, theirs = make(nn, name, *sizes), make(reference, name, *sizes)
+    ours_states, theirs_states = ours.states(), theirs.states()
+    assert list(ours_states) == list(theirs_states)
+    for path in ours_states:
+        found, expected = ours_states[path], theirs_states[path]
+        assert type(found) is type(expected)
+        assert jax.tree.structure(found.value) == jax.tree.structure(expected.value)
+        for a, b in zip(jax.tree.leaves(found.value), jax.tree.leaves(expected.value), strict=True):
+            assert a.dtype == b.dtype == jnp.float64
+            np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-15)
+    return ours, theirs
+
+
 @pytest.mark.parametrize('name', LAYERS)
 def test_arguments_and_their_order(reference: ModuleType, name: str) -> None:
     ours, theirs = (
@@ -57,25 +76,33 @@ def test_arguments_and_their_order(reference: ModuleType, name: str) -> None:
 
 @pytest.mark.usefixtures('x64')
 @pytest.mark.parametrize('sizes', [(3, 4), (4, 3), (4, 4)], ids=['wide', 'tall', 'square'])
-@pytest.mark.parametrize('name', LAYERS)
+@pytest.mark.parametrize('name', OF_TWO_SIZES)
 def test_the_same_seed_gives_the_same_states_and_outputs(
     reference: ModuleType, name: str, sizes: tuple[int, int]
 ) -> None:
-    ours, theirs = make(nn, name, *sizes), make(reference, name, *sizes)
-    ours_states, theirs_states = ours.states(), theirs.states()
-    assert list(ours_states) == list(theirs_states)
-    for path in ours_states:
-        found, expected = ours_states[path], theirs_states[path]
-        assert type(found) is type(expected)
-        assert jax.tree.structure(found.value) == jax.tree.structure(expected.value)
-        for a, b in zip(jax.tree.leaves(found.value), jax.tree.leaves(expected.value), strict=True):
-            assert a.dtype == b.dtype == jnp.float64
-            np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-15)
+    ours, theirs = make_both(reference, name, sizes)
     for x in np.random.default_rng(0).normal(size=(3, 5, sizes[0])):
         np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize('name', LAYERS)
+@pytest.mark.usefixtures('x64')
+@pytest.mark.parametrize('lead', [(), (4,), (2, 4)])
+@pytest.mark.parametrize(('name', 'sizes'), OWN_SIZES.items())
+def test_layers_of_other_sizes(reference, name, sizes, lead) -> None:
+    ours, theirs = make_both(reference, name, sizes)
+    rng = np.random.default_rng(0)
+    inputs = {
+        'GroupedLinear': rng.normal(size=(*lead, 2, 3)),
+        'LoRA': rng.normal(size=(*lead, 3)),
+        'Embedding': rng.integers(5, size=lead),
+    }
+    found = ours(jnp.asarray(inputs[name]))
+    np.testing.assert_allclose(found, theirs(jnp.asarray(inputs[name])), rtol=1e-12, atol=1e-14)
+    assert (ours.in_size, ours.out_size) == (theirs.in_size, theirs.out_size)
+    assert isinstance(ours, type(theirs).__mro__[1])
+
+
+@pytest.mark.parametrize('name', OF_TWO_SIZES)
 def test_the_same_seed_gives_the_same_float32_weights(reference: ModuleType, name: str) -> None:
     weights = [
         jax.tree.leaves(

@@ -84,6 +84,16 @@ CASES = [
     Case('lora', low_rank_op, low_rank, (3,), LOW_RANK, (4,), (5,)),
     Case('lora_bias', low_rank_op, low_rank, (3,), LOW_RANK | {'bias': (4,)}, (4,), (4, 5)),
     Case('embedding', embedding, lambda x, w: w['weight'][x], (), WEIGHT, (2,), (5,), 3),
+    Case(
+        'embedding_shaped',
+        embedding,
+        lambda x, w: w['weight'][x],
+        (),
+        {'weight': (4, 3, 2)},
+        (3, 2),
+        (5,),
+        4,
+    ),
     Case('embedding_one', embedding, lambda x, w: w['weight'][x], (), WEIGHT, (2,), (), 3),
     Case('element_wise', element_wise, lambda _, w: w['weight'], None, {'weight': (3,)}, (3,), ()),
     Case(
@@ -115,9 +125,9 @@ CASES = [
     ),
 ]
 
-# A weight shared between positions has a finer trace than itself, until that is contracted; and a
-# product of weights has the trace of the product.
-FINER = 'scalar', 'shared_axis', 'einsum', 'lora', 'lora_bias'
+# A weight shared between positions has a finer trace than itself, until that is contracted; and
+# others have theirs in other coordinates.
+FINER = 'scalar', 'shared_axis', 'einsum', 'lora', 'lora_bias', 'embedding_shaped'
 ONE_WEIGHT_PER_POSITION = [case for case in CASES if case.name not in FINER]
 
 

@@ -29,10 +29,10 @@ MODELS = [
     OpModel(
         'embedding_of_two_axes',
         lambda x, w: btf.embedding(x, w['weight']),
-        lambda x, w: x @ w['weight'],
+        lambda x, w: jnp.einsum('bkv,vfg->bkfg', x, w['weight']),
         x=(2,),
-        y=(2, 3),
-        weights={'weight': (ROWS, 3)},
+        y=(2, 3, 2),
+        weights={'weight': (ROWS, 3, 2)},
         draw=indices,
         dense=one_hot,
     ),
