@@ -1,6 +1,6 @@
 """The registry of workloads: models in the source of either library, their sizes, their data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ import braintools
 import jax
 import jax.numpy as jnp
 import saiunit as u
+
+from .fly import FlyBrain
 
 __all__ = ['WORKLOADS', 'Workload', 'step_loss']
 
@@ -191,12 +193,19 @@ class Workload:
         What differs at full size.
     one_hot : bool
         Whether an input is one symbol, not a set of spikes.
+    contenders : sequence of str, optional
+        Those that can run it, if not all can.
     """
 
     model: Callable[..., Model]
     sizes: Sizes
     full: Sizes = field(default_factory=dict)
     one_hot: bool = False
+    contenders: Sequence[str] | None = None
+
+    def takes(self, contender: str) -> bool:
+        """Whether a contender can run it."""
+        return self.contenders is None or contender in self.contenders
 
     def sized(self, full: bool = False, **others: Any) -> dict[str, Any]:
         """The sizes to run with."""
@@ -206,7 +215,8 @@ class Workload:
         """The sizes of the copy for the oracle."""
         steps = 8 + 4 * self.sizes.get('layers', 1)  # until spikes arrive in the last layer
         few = dict(inputs=6, size=10, outputs=3, steps=steps, batch=2)
-        denser = {} if self.one_hot else {'rate': 0.4}
+        denser = {'rate': 0.4, 'density': 0.3} if 'density' in self.sizes else {'rate': 0.4}
+        denser = {} if self.one_hot else denser
         return {**self.sizes, **denser, **few}
 
     def make(self, library: Any, sizes: Sizes) -> Model:
@@ -273,5 +283,12 @@ WORKLOADS: dict[str, Workload] = {
         dict(inputs=10, size=128, outputs=8, steps=50, batch=16),
         full=dict(size=512, steps=200, batch=64),
         one_hot=True,
+    ),
+    # A whole brain. The carried trace of its low-rank correction would be that of a dense matrix.
+    'fly': Workload(
+        FlyBrain,
+        dict(inputs=512, size=8192, outputs=10, steps=50, batch=8, rate=0.1, density=1e-3, rank=4),
+        full=dict(inputs=2048, size=138_639, density=7.8e-4, steps=20),
+        contenders=('bptt', 'd_rtrl fresh', 'pp_prop'),
     ),
 }
