@@ -284,13 +284,14 @@ def _adjoint(spec: AdjointSpec) -> Case:
         spec.op,
         spec.dtype,
         f'S={spec.size}, K={spec.steps}, {spec.shape}'
-        + (f', {spec.ops} within' if spec.within else ''),
+        + (f', {spec.ops} within' if spec.within else '')
+        + (', windows follow' if spec.later else ''),
         spec.arrays(),
         partial(AdjointOperands, within=(spec.within,) * spec.ops, carry=True),
         bounded=large,
         compared=BOTH if large else (),
         halved=('triton',),
-        stacked=None if spec.within else stacked,
+        stacked=None if spec.within or spec.later else stacked,
         steps=spec.steps,
     )
 

@@ -9,9 +9,10 @@ BASIC = ('lif', 'lif_expon')
 QUICK = {*BASIC, 'gru'}
 LEARNERS = [name for name in CONTENDERS if name not in ('bptt', 'd_rtrl 256MB')]
 LONG = {
-    200: ['d_rtrl 256MB'],
+    200: ['d_rtrl fresh', 'd_rtrl 256MB'],
     400: [name for name in LEARNERS if 'eprop' not in name.lower()],
     2000: ['d_rtrl fresh', 'd_rtrl 256MB'],
+    5000: ['d_rtrl fresh'],
 }
 """Contenders of the longer runs of the basic workloads."""
 

@@ -134,23 +134,27 @@ class AdjointSpec(_ScanSpec):
     within : bool
         Whether all ops read the learning signal within their step; then the loss reads nothing
         else.
+    later : bool
+        Whether other windows follow.
     """
 
     within: bool = False
+    later: bool = False
 
     op: ClassVar[str] = 'adjoint_scan'
 
     def arrays(self, rng: Generator | None = None, *, fractions: bool = False) -> tuple[Any, ...]:
-        """``D, f, L, R, c``; the signal of each state is there at any density."""
+        """``D, f, L, R, c, later``; the signal of each state is there at any density."""
         make = _Maker(rng, self.dtype, self.density, fractions, scale=0.7)
         every, plane = make._replace(density=1.0), (self.steps, *self.shape)
         D = make.nested(plane, 2, self.size)
         D[0][-1] = make.plane(*plane)
         f = [make.nested(plane, 1, self.size) for _ in range(self.ops)]
         L = every.nested(plane, 1, self.size)
-        if self.within:
-            return D, f, L, None, None
-        return D, f, L, make.nested(plane, 1, self.size), every.nested(plane, 1, self.ops)
+        R, c = None, None
+        if not self.within:
+            R, c = make.nested(plane, 1, self.size), every.nested(plane, 1, self.ops)
+        return D, f, L, R, c, make.nested(self.shape, 1, self.size) if self.later else None
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,8 @@ COMPILED: dict[str, list[Any]] = {
         AdjointSpec(1, STEPS, (256, LARGE)),  # too much for some TPUs
         AdjointSpec(2, 2 * STEPS, (256, LARGE)),  # and for all
         *(AdjointSpec(1, STEPS, (8, LARGE), ops=ops, within=True) for ops in (1, 2)),
+        AdjointSpec(2, STEPS, (8, LARGE), later=True),
+        AdjointSpec(1, 7, (3, 37), 'bfloat16', later=True),
         *_of_both_types(AdjointSpec, (2, 7, (3, 37)), (1, 19, (33,))),
         AdjointSpec(8, 7, (3, 37)),  # as many planes as a GPU holds
         AdjointSpec(2, 5, (2, 3, 5)),
@@ -326,6 +332,8 @@ CHECKED: dict[str, dict[str, Any]] = {
         'three planes': AdjointSpec(3, 5, (3, 5), density=0.4),
         'bfloat16': AdjointSpec(2, 9, (3, 33), 'bfloat16'),
         'bfloat16, no batch': AdjointSpec(1, 19, (33,), 'bfloat16'),
+        'windows follow': AdjointSpec(2, 5, (3, 37), density=0.6, later=True),
+        'windows follow, bfloat16': AdjointSpec(2, 5, (3, 33), 'bfloat16', later=True),
     },
     'factored_trace': {
         'one neuron': FactoredSpec(1, 1, (1,), density=0.6),
@@ -351,6 +359,7 @@ EMULATED: dict[str, Any] = {
     'a carry of two chunks in bfloat16': TraceSpec(1, (3, 17), 'bfloat16', steps=20),
     'an adjoint': AdjointSpec(2, 6, (3, 37)),
     'an adjoint of one neuron': AdjointSpec(1, 1, (1,)),
+    'an adjoint that others follow': AdjointSpec(2, 6, (3, 37), later=True),
     'an adjoint in bfloat16': AdjointSpec(1, 9, (2, 3, 11), 'bfloat16'),
     'a factor': FactoredSpec(2, 5, (3, 37)),
     'a factor in bfloat16': FactoredSpec(1, 6, (33,), 'bfloat16'),

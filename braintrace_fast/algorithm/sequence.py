@@ -100,11 +100,14 @@ class SequenceDriverMixin:
         trace : {'carry', 'fresh'}
             ``'carry'`` goes on from the learner's trace and leaves the one after the last step.
             ``'fresh'`` is for sequences that have nothing to do with those before: it starts and
-            ends with a trace of zeros, and builds none if there is one window.
+            ends with a trace of zeros, and builds none: a long sequence runs in windows from the
+            last to the first, after a forward pass that finds the states at their entries. (A trace
+            is carried from window to window if that is cheaper, or if a step has side effects,
+            such as printing.)
         trace_every : int, optional
-            How many steps to run, at most, between two updates of the trace; the gradient is the
-            same for any number. By default it is as many as fit into the memory budget; with a
-            trace to carry, as many as make a step noticeably faster.
+            How many steps a window has at most; the trace is read and written once in each, and the
+            gradient is the same for any number. By default it is as many as fit into the memory
+            budget and make a step noticeably faster.
         memory_budget : int or str, optional
             The bytes that a window may take, such as ``'256MB'``, besides the sequences, states and
             traces themselves; by default the learner's.

@@ -31,7 +31,7 @@ from ..reference_api.executor import ETraceVjpGraphExecutor
 from ..runtime.engine import Engine
 from ..runtime.factors import Entry, Factors, GroupPlanes, Signals, Values
 from ..runtime.input_data import chunk_length, has_multi_step_data, single_step
-from ..runtime.planner import Plan, default_budget, parse_bytes, show_bytes
+from ..runtime.planner import Plan, default_budget, outlook, parse_bytes, tree_bytes
 from . import checkpoint
 from .base import EligibilityTrace, ETraceAlgorithm, host_scalar
 
@@ -210,7 +210,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """What was compiled, and why, and how the last sequences were cut into windows."""
         graph = self.graph
         if self.plan is None:
-            lines = [f'none yet; a window may take {show_bytes(self.resolved_budget)}']
+            trace = tree_bytes(self.engine.trace_shape())
+            lines = outlook(self.driver.outlook, trace, self.resolved_budget)
         else:
             lines = self.plan.lines()
         refusal = self.engine.refuses_carry()

@@ -129,7 +129,7 @@ class WeightWays:
         fixed = [v for v in self._params if v in needed and v not in self._trained]
         params = (*floats, *fixed)
         varying = tuple(v for v in read if v in self._read)
-        constants = [v for v in read if v in self._constants]
+        constants = [v for v in self._constants if v in needed]
         paths = tuple(self._minfo.invar_to_weight_path[v] for v in params)
         jaxpr = build_jaxpr(constants, [*params, *varying], [atom], eqns)
         main = next((i for i, v in enumerate(floats) if v.aval.size == atom.aval.size), 0)

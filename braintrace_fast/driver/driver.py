@@ -15,7 +15,8 @@ from ..runtime.engine import Engine, Steps, Trace
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Entry, Factors, GroupPlanes, Signals, Values, Zeros
 from ..runtime.gradient import GradientSum
-from .windows import Driven, Sequences, run_windows
+from ..runtime.planner import Traits, tree_bytes
+from .windows import Driven, Sequences, run_windows, window_traits
 
 __all__ = ['Driver', 'Recorded', 'Results', 'Rule', 'StepInputs']
 
@@ -112,6 +113,15 @@ class Driver:
     def graph(self) -> ETraceGraph:
         """The compiled graph."""
         return self.executor.graph
+
+    @property
+    def outlook(self) -> Traits:
+        """What the planner will have to know of sequences, as far as the step alone shows it."""
+        jaxpr = self.graph.module_info.jaxpr
+        computed = [v.aval for eqn in jaxpr.eqns for v in eqn.outvars]
+        _, hidden, others = self.executor.values()
+        effects = any(eqn.effects for eqn in jaxpr.eqns)
+        return window_traits(self, tree_bytes(computed), tree_bytes((hidden, others)), effects)
 
     def step(self, inputs: StepInputs) -> tuple[Results, Trace]:
         """Run one step; its backward pass gives the online gradient."""

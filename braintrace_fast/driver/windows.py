@@ -1,6 +1,7 @@
 """Sequences in windows: a loop over the steps of each, then one look at the trace."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
@@ -9,16 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import Path, PyTree
-from ..runtime.engine import Steps, Trace
-from ..runtime.factors import Entry, as_window, stacked, without_zeros
+from ..runtime.engine import BackwardEngine, Steps, Trace
+from ..runtime.factors import Entry, GroupPlanes, as_window, stacked, without_zeros
 from ..runtime.gradient import GradientSum
 from ..runtime.loop_splitting import StatefulLoop
-from ..runtime.planner import Plan, plan_windows, tree_bytes
+from ..runtime.planner import Plan, Traits, plan_windows, tree_bytes
 
 if TYPE_CHECKING:
     from .driver import Driver
 
-__all__ = ['Driven', 'Sequences', 'WindowRequest', 'run_windows']
+__all__ = ['Driven', 'Sequences', 'WindowRequest', 'run_windows', 'window_traits']
 
 
 class WindowRequest(NamedTuple):
@@ -110,9 +111,17 @@ def run_windows(
         request.every,
         request.fresh,
         request.budget,
-        window.bytes_per_step,
-        small=driver.engine.is_small,
+        window.traits,
     ).describe(window.parts, entry.trace)
+    run = _last_to_first if plan.backwards else _first_to_last
+    return run(window, plan, sequences._replace(inputs=inputs), total)
+
+
+def _first_to_last(
+    window: '_Window', plan: Plan, sequences: Sequences, total: list[PyTree]
+) -> Driven:
+    """Run windows in their order, and carry the trace from one to the next."""
+    inputs, request, entry, elapsed = sequences
     alone = plan.windows == ((1, plan.steps),)
     first, bar = elapsed, request.bar
 
@@ -136,10 +145,55 @@ def run_windows(
             carry, out = _scan_windows(body, carry, inputs, start, count, steps)
         outputs.append(out)
     gradients, last, elapsed = carry
-    joined = outputs[0]
-    if len(outputs) > 1:
-        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
-    return Driven(gradients, joined, last, elapsed, plan)
+    return Driven(gradients, _joined(outputs), last, elapsed, plan)
+
+
+def _last_to_first(
+    window: '_Window', plan: Plan, sequences: Sequences, total: list[PyTree]
+) -> Driven:
+    """Run windows from the last to the first, each again from the states at its entry.
+
+    A first pass finds those states. What a window's losses say of the states at its entry is all
+    that the window before it has to know, so there is no trace.
+    """
+    inputs, request, _, elapsed = sequences
+    loop, bar = window.loop, request.bar
+    moving, pieces, entries = loop.moving, [*_pieces(plan)], []
+    for start, count, steps in pieces:
+
+        def forward(moving: Any, start: jax.Array, steps: int = steps) -> Any:
+            return loop.advance(moving, _cut(inputs, start, steps)), moving
+
+        moving, kept = lax.scan(forward, moving, start + steps * jnp.arange(count))
+        entries.append(kept)
+
+    def body(carry: Any, at: Any, steps: int) -> Any:
+        total, later, done = carry
+        start, entry = at
+        show = None
+        if bar is not None:
+            show = lambda i, ys: bar(done + i, carry=None, y=ys[0])  # noqa: E731
+        total, later, outputs = window.before(
+            entry, _cut(inputs, start, steps), total, later, elapsed + start, show
+        )
+        return (total, later, done + steps), outputs
+
+    nothing = jax.tree.map(jnp.zeros_like, window.like_later(inputs, total, elapsed))
+    carry: Any = total, nothing, jnp.zeros_like(elapsed)
+    outputs = []
+    for (start, count, steps), entry in zip(reversed(pieces), reversed(entries), strict=True):
+        at = start + steps * jnp.arange(count), entry
+        carry, out = lax.scan(partial(body, steps=steps), carry, at, reverse=True)
+        outputs.append(_unfolded(out))
+    loop.write(moving)
+    return Driven(carry[0], _joined(outputs[::-1]), None, elapsed, plan)
+
+
+def _joined(outputs: list[PyTree]) -> PyTree:
+    """The outputs of all steps, from those of several windows."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
 class _Window:
@@ -159,6 +213,12 @@ class _Window:
         self.like_outputs, (self.like_factors, signals) = self.loop.ys
         self.are_zero = self.loop.are_zero[1][1]
         self.like_signals = None if signals is None else without_zeros(signals, self.are_zero)
+
+    @property
+    def traits(self) -> Traits:
+        """What the planner has to know."""
+        moving = tree_bytes(self.loop.moving)
+        return window_traits(self.driver, self.bytes_per_step, moving, self.loop.has_effects)
 
     @property
     def parts(self) -> Mapping[str, PyTree]:
@@ -181,8 +241,47 @@ class _Window:
         alone: bool = False,
     ) -> tuple[list[PyTree], Trace | None, PyTree]:
         """The sum of gradients, the trace after the window, and the outputs of its steps."""
-        (outputs, (factors, signals)), grads = self.loop(inputs, show)
-        length, links = _length(inputs), self.driver.executor.runner.links
+        ys, grads = self.loop(inputs, show)
+        outputs, steps, traced = self._recorded(ys, _length(inputs), entry, elapsed)
+        trace = self.driver.engine.window(traced, steps, overwrite=not alone)
+        return self._added(total, grads, traced), trace, outputs
+
+    def before(
+        self,
+        moving: list[jax.Array],
+        inputs: tuple[PyTree, ...],
+        total: list[PyTree],
+        later: GroupPlanes | None,
+        elapsed: jax.Array,
+        show: Any = None,
+    ) -> tuple[list[PyTree], GroupPlanes, PyTree]:
+        """The same for a window that others follow, from states at its entry; it writes none.
+
+        In the place of a trace are cotangents of the states: those at its end are given, and those
+        at its entry returned.
+        """
+        _, ys, grads = self.loop.run(moving, inputs, show)
+        outputs, steps, traced = self._recorded(ys, _length(inputs), None, elapsed)
+        engine = self.driver.engine
+        if traced is None or not isinstance(engine, BackwardEngine):
+            raise ValueError('There is no gradient, or an engine that only runs forwards.')
+        later = engine.window_before(traced, steps, later)
+        return self._added(total, grads, traced), later, outputs
+
+    def like_later(
+        self, inputs: tuple[PyTree, ...], total: list[PyTree], elapsed: jax.Array
+    ) -> GroupPlanes:
+        """The shapes of the cotangents that go from window to window."""
+        some = _cut(inputs, 0, 1)
+        shapes = jax.eval_shape(self.before, self.loop.moving, some, total, None, elapsed)
+        return shapes[1]
+
+    def _recorded(
+        self, ys: Any, length: int, entry: Entry | None, elapsed: jax.Array
+    ) -> tuple[PyTree, Steps, GradientSum | None]:
+        """The outputs of a window, what the engine is told of it, and where gradients go."""
+        outputs, (factors, signals) = ys
+        links = self.driver.executor.runner.links
         outputs = stacked(outputs, length, self.like_outputs)
         factors = as_window(factors, links, length, self.like_factors)
         params, _, _ = self.driver.executor.values()
@@ -192,14 +291,34 @@ class _Window:
             signals = stacked(signals, length, self.like_signals)
             zeros = jax.tree.map(jnp.zeros_like, params)
             traced = GradientSum(self.driver.graph, params, zeros)
-        steps = Steps(entry, factors, elapsed, signals, params)
-        trace = self.driver.engine.window(traced, steps, overwrite=not alone)
+        return outputs, Steps(entry, factors, elapsed, signals, params), traced
+
+    def _added(
+        self, total: list[PyTree], grads: list[PyTree], traced: GradientSum | None
+    ) -> list[PyTree]:
+        """A sum of gradients, with those of a window added."""
         total = jax.tree.map(jnp.add, total, grads)
         by_path = {} if traced is None else traced.result()
         for place, path in enumerate(self.paths):  # a state may be named twice
             if path is not None:
                 total[place] = jax.tree.map(jnp.add, total[place], by_path[path])
-        return total, trace, outputs
+        return total
+
+
+def window_traits(driver: 'Driver', step_bytes: int, state_bytes: int, has_effects: bool) -> Traits:
+    """What the planner has to know of windows of steps that compute and change so much."""
+    refuses = None
+    if not isinstance(driver.engine, BackwardEngine):
+        refuses = 'the engine only runs forwards'
+    elif has_effects:
+        refuses = 'a step has side effects, which must happen once'
+    return Traits(
+        step_bytes=step_bytes,
+        state_bytes=state_bytes,
+        is_small=driver.engine.is_small,
+        refuses_backwards=refuses,
+        can_carry=driver.engine.refuses_carry() is None,
+    )
 
 
 def _pieces(plan: Plan) -> Iterator[tuple[int, int, int]]:
@@ -219,7 +338,12 @@ def _scan_windows(
         return body(carry, _cut(inputs, start, steps))
 
     carry, out = brainstate.transform.scan(body_at, carry, start + steps * jnp.arange(count))
-    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
+    return carry, _unfolded(out)
+
+
+def _unfolded(outputs: PyTree) -> PyTree:
+    """The outputs of all steps, from those by window and step."""
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
 
 
 def _length(inputs: PyTree) -> int:

@@ -9,9 +9,17 @@ from typing import Any
 import brainstate
 import jax
 import jax.numpy as jnp
-from brainstate.nn.init import Initializer, KaimingNormal, XavierNormal, ZeroInit
+from brainstate.nn.init import Initializer, KaimingNormal, LecunUniform, XavierNormal, ZeroInit
 
-__all__ = ['KAIMING_NORMAL', 'ORTHOGONAL', 'XAVIER_NORMAL', 'ZERO', 'Orthogonal']
+__all__ = [
+    'GROUPED_KAIMING_NORMAL',
+    'KAIMING_NORMAL',
+    'LECUN_UNIFORM',
+    'ORTHOGONAL',
+    'XAVIER_NORMAL',
+    'ZERO',
+    'Orthogonal',
+]
 
 
 class Orthogonal(Initializer):
@@ -30,6 +38,8 @@ class Orthogonal(Initializer):
 
 
 KAIMING_NORMAL = KaimingNormal(distribution='normal')
+GROUPED_KAIMING_NORMAL = KaimingNormal(distribution='normal', in_axis=-2, out_axis=-3)
+LECUN_UNIFORM = LecunUniform()
 XAVIER_NORMAL = XavierNormal(distribution='normal')
 ORTHOGONAL = Orthogonal()
 ZERO = ZeroInit()

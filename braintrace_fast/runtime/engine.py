@@ -1,7 +1,7 @@
 """What the driver asks of an engine: how a trace advances, and what gradient is read off it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -10,7 +10,7 @@ from ..kernels.planes import Plane
 from .factors import Entry, Factors, GroupPlanes, Signals, Values
 from .gradient import GradientSum
 
-__all__ = ['Engine', 'FactorTransform', 'Steps', 'Trace']
+__all__ = ['BackwardEngine', 'Engine', 'FactorTransform', 'Steps', 'Trace']
 
 Trace = PyTree
 """What an engine carries from step to step; only the engine looks inside."""
@@ -62,7 +62,7 @@ class Engine(Protocol):
     def refuses_carry(self) -> str | None:
         """Why no trace can be carried from step to step; None if one can.
 
-        Then only sequences with fresh traces can be learned, as long as they need none.
+        Then only fresh sequences can be learned, which need none.
         """
 
     def refuses_restarts(self) -> str | None:
@@ -98,6 +98,20 @@ class Engine(Protocol):
 
     def trace_of(self, trace: Trace, ops: list[int]) -> PyTree:
         """The part of a trace that belongs to some ops, for people to look at."""
+
+
+@runtime_checkable
+class BackwardEngine(Engine, Protocol):
+    """An engine that needs no trace if the windows of a sequence run from the last to the first."""
+
+    def window_before(
+        self, total: GradientSum, steps: Steps, later: GroupPlanes | None
+    ) -> GroupPlanes:
+        """Add the gradient of K steps, and of what they do to steps that follow.
+
+        ``later`` are cotangents of the states at the end of the window, None if nothing follows;
+        what is returned are those at its start. There is no trace at the entry of the steps.
+        """
 
 
 class FactorTransform(Protocol):

@@ -116,8 +116,7 @@ class MaterializedEngine:
                 return (
                     f'{relation.source}: {relation.primitive} has no trace rules, so its trace '
                     'cannot be carried from step to step. Register them with '
-                    "register_primitive(trace_rules=...), or use etrace_grad(..., trace='fresh') "
-                    'with all steps in one window.'
+                    "register_primitive(trace_rules=...), or use etrace_grad(..., trace='fresh')."
                 )
         return self.too_large
 
@@ -212,9 +211,17 @@ class MaterializedEngine:
         if carries:
             return self._carry(total, adjoint, factors, steps, overwrite)
         if total is not None:
-            for op, w in enumerate(adjoint.w):
-                total.add_product(op, factors.x[op], w, leading_axes=1)
+            _add_products(total, factors, adjoint)
         return None
+
+    def window_before(
+        self, total: GradientSum, steps: Steps, later: GroupPlanes | None
+    ) -> GroupPlanes:
+        """Add the gradient of K steps, and of what they do to steps that follow."""
+        factors, signals = self._factors(steps.factors, (1,)), self._signals(steps.signals)
+        adjoint = self._adjoint(factors, signals, carries=False, later=later)
+        _add_products(total, factors, adjoint)
+        return tuple(adjoint.nu.get(group.index, ()) for group in self.graph.hidden_groups)
 
     def trace_of(self, trace: Trace, ops: list[int]) -> dict[tuple[int, int], Any]:
         """The traces of some ops, by op and group, with all outputs; filtered planes come last."""
@@ -225,7 +232,13 @@ class MaterializedEngine:
             if link.op in ops
         }
 
-    def _adjoint(self, factors: Factors, signals: Signals | None, carries: bool) -> Adjoint:
+    def _adjoint(
+        self,
+        factors: Factors,
+        signals: Signals | None,
+        carries: bool,
+        later: GroupPlanes | None = None,
+    ) -> Adjoint:
         """Scan every group backwards, from the last step of a window to its first."""
         # What the loss says of an op in its step, until the scan of a group takes it along.
         pending: list[Plane] = [None] * len(self.relations)
@@ -244,6 +257,7 @@ class MaterializedEngine:
                 None if signals is None else signals.L[group.index],
                 None if signals is None else signals.R[group.index],
                 c=None if signals is None else own,
+                later=None if later is None else later[group.index],
                 within=[not self.direct[link.op] for link in links],
                 carry=carries,
                 backend=self.backend,
@@ -359,6 +373,12 @@ class MaterializedEngine:
         reason = self.refuses_carry()
         if reason is not None:
             raise NotSupportedError(reason)
+
+
+def _add_products(total: GradientSum, factors: Factors, adjoint: Adjoint) -> None:
+    """Add what the inputs of a window and the cotangents of its ops make."""
+    for op, w in enumerate(adjoint.w):
+        total.add_product(op, factors.x[op], w, leading_axes=1)
 
 
 def _entry(steps: Steps) -> Entry:

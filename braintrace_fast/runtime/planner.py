@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,8 +13,10 @@ from .window_memory import Count, count_window, tree_bytes
 __all__ = [
     'Count',
     'Plan',
+    'Traits',
     'count_window',
     'default_budget',
+    'outlook',
     'parse_bytes',
     'plan_windows',
     'show_bytes',
@@ -38,6 +40,14 @@ GENEROUS = 2
 """So many times what a step computes and what is carried is an upper bound of what a window takes,
 without counting."""
 
+AT_ONCE = 2
+"""Fresh sequences of so many times more steps than pay in a window still run in a single one. More
+would be slower for want of caches, and take memory in proportion."""
+
+CHEAP = 1
+"""A trace of at most so many times the bytes that a step computes is cheaper to carry than a second
+forward pass is."""
+
 LATITUDE = 1.5
 """How many times more windows are taken if all then have the same length."""
 
@@ -60,6 +70,8 @@ class Plan:
         Bytes that each factor and signal adds per step, by the name of the factor.
     trace : int
         The bytes of the trace.
+    backwards : bool
+        Whether the last window runs first, and none carries a trace.
     """
 
     windows: tuple[tuple[int, int], ...]
@@ -68,6 +80,7 @@ class Plan:
     count: Count | None = None
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     trace: int = 0
+    backwards: bool = False
 
     @property
     def steps(self) -> int:
@@ -88,7 +101,8 @@ class Plan:
         """The plan in words."""
         length = sum(count * steps for count, steps in self.windows)
         cut = ' and '.join(f'{count} x {steps} steps' for count, steps in self.windows)
-        lines = [f'{length} steps as {cut}: {self.reason}']
+        order = ', from the last to the first' if self.backwards else ''
+        lines = [f'{length} steps as {cut}{order}: {self.reason}']
         if self.count is not None:
             full = self.count.bytes(self.steps)
             fits = 'within' if full <= self.budget else 'MORE THAN'
@@ -103,6 +117,61 @@ class Plan:
         return lines
 
 
+class Traits(NamedTuple):
+    """What the planner has to know of windows.
+
+    Attributes
+    ----------
+    step_bytes : int
+        The bytes of all that a step computes.
+    state_bytes : int
+        Those of the states that it changes.
+    is_small : bool
+        Whether the engine's trace is no larger than what is computed in a step.
+    refuses_backwards : str or None
+        Why windows cannot run from the last to the first; None if they can.
+    can_carry : bool
+        Whether a trace can be carried at all.
+    """
+
+    step_bytes: int
+    state_bytes: int
+    is_small: bool = False
+    refuses_backwards: str | None = None
+    can_carry: bool = True
+
+    @property
+    def enough(self) -> int:
+        """The steps of a window that are worth it, whatever a step takes."""
+        return ENOUGH_IF_SMALL if self.is_small else ENOUGH
+
+    def carries_anyway(self, trace: int) -> str | None:
+        """Why fresh windows carry a trace of so many bytes; None if they go backwards instead."""
+        if self.is_small:
+            return 'the trace is small'
+        if self.refuses_backwards is not None:
+            return self.refuses_backwards
+        if self.can_carry and trace <= CHEAP * self.step_bytes:
+            return f'a trace of {show_bytes(trace)} costs less than a second forward pass'
+        return None
+
+
+def outlook(traits: Traits, trace: int, budget: int) -> list[str]:
+    """How sequences will be cut, in words, before there are any."""
+    lines = [f'none yet; a window may take {show_bytes(budget)}']
+    if traits.is_small:
+        return [*lines, f'the trace takes {show_bytes(trace)}']
+    carries = traits.carries_anyway(trace)
+    longer = 'windows run from the last to the first' if carries is None else carries
+    carried = f'the trace takes {show_bytes(trace)}' if traits.can_carry else 'no trace is carried'
+    at_once = f'no trace for up to {AT_ONCE * traits.enough} steps'
+    return [
+        *lines,
+        f"with trace='carry': {carried}",
+        f"with trace='fresh': {at_once}; for more, {longer}",
+    ]
+
+
 def plan_windows(
     window: Callable[..., Any],
     inputs: PyTree,
@@ -110,10 +179,13 @@ def plan_windows(
     every: int | None,
     fresh: bool,
     budget: int,
-    step_bytes: int,
-    small: bool = False,
+    traits: Traits,
 ) -> Plan:
     """Choose windows.
+
+    Fresh sequences need no trace in a single window, nor in windows that run from the last to the
+    first. The latter takes a second forward pass, and is chosen unless carrying the trace is
+    cheaper.
 
     Tracing a window takes as long as compiling a few kernels. It is not done where an upper bound
     says that everything fits.
@@ -132,30 +204,70 @@ def plan_windows(
         Whether the trace is zero before the sequences and not wanted after them.
     budget : int
         The bytes that a window may take.
-    step_bytes : int
-        The bytes of all that a step computes.
-    small : bool
-        Whether the trace is no larger than what is computed in a step.
+    traits : Traits
+        What else matters.
     """
-    length = jax.tree.leaves(inputs)[0].shape[0]
-    fresh, least = fresh and not small, ENOUGH_IF_SMALL if small else ENOUGH
+    length, least = jax.tree.leaves(inputs)[0].shape[0], traits.enough
+    carries = traits.carries_anyway(tree_bytes(args[1])) if fresh else 'it is wanted'
     if every is not None:
-        return Plan(split(length, every), f'trace_every={every}', budget)
-    all_steps, without_trace = ((1, length),), 'all fit, and need no trace'
-    rough = Count(GENEROUS * tree_bytes(args), GENEROUS * step_bytes)
-    if rough.bytes(length) <= budget and (fresh or length <= least):
-        reason = without_trace if fresh else 'all fit'
-        return Plan(all_steps, f'{reason}, by a rough count', budget, rough)
-    if fresh:
-        count = count_window(window, inputs, args[0], None, args[2])
-        if count.steps(budget) >= length:
-            return Plan(all_steps, without_trace, budget, count)
+        windows = split(length, every)
+        backwards = carries is None and windows != ((1, length),)
+        return Plan(windows, f'trace_every={every}', budget, backwards=backwards)
+    rough = Count(GENEROUS * tree_bytes(args), GENEROUS * traits.step_bytes)
+    if rough.bytes(length) <= budget and length <= least:
+        reason = 'all fit, and need no trace' if fresh and not traits.is_small else 'all fit'
+        return Plan(((1, length),), f'{reason}, by a rough count', budget, rough)
+    if fresh and not traits.is_small:
+        plan = _without_trace(window, inputs, args, budget, traits, rough, carries is None)
+        if plan is not None:
+            return plan
     count = count_window(window, inputs, *args)
-    return _longest_that_pay(length, least, budget, count)
+    steps, reason = _longest_that_pay(length, least, budget, count)
+    if fresh and not traits.is_small and carries is not None:
+        reason = f'{reason}; {carries}'
+    return Plan(split(length, steps, even=True), reason, budget, count)
 
 
-def _longest_that_pay(length: int, least: int, budget: int, count: Count) -> Plan:
-    """Windows that carry a trace, no longer than fits and than pays."""
+def _without_trace(
+    window: Callable[..., Any],
+    inputs: PyTree,
+    args: tuple[Any, Any, Any],
+    budget: int,
+    traits: Traits,
+    rough: Count,
+    backwards: bool,
+) -> Plan | None:
+    """One window, or several backwards; None if neither is to be."""
+    length, most = jax.tree.leaves(inputs)[0].shape[0], AT_ONCE * traits.enough
+    count, how = rough, ', by a rough count'
+    if rough.bytes(most if backwards else length) > budget:
+        count, how = count_window(window, inputs, args[0], None, args[2]), ''
+    most = max(most, LITTLE // max(count.per_step, 1))
+    if (length <= most or traits.refuses_backwards) and count.bytes(length) <= budget:
+        return Plan(((1, length),), f'all fit, and need no trace{how}', budget, count)
+    if not backwards:
+        return None
+    plan = _backwards(length, budget, traits, count)
+    instead = f', instead of one of {show_bytes(tree_bytes(args[1]))}' if traits.can_carry else ''
+    return dataclasses.replace(plan, reason=f'{plan.reason}{how}; no trace{instead}')
+
+
+def _backwards(length: int, budget: int, traits: Traits, count: Count) -> Plan:
+    """Windows from the last to the first, and the states at the entry of each."""
+
+    def with_entries(windows: float) -> Count:
+        return count._replace(fixed=count.fixed + int(traits.state_bytes * windows))
+
+    steps, _ = _longest_that_pay(length, traits.enough, budget, count)
+    at_most = with_entries(LATITUDE * -(-length // steps))
+    steps, reason = _longest_that_pay(length, traits.enough, budget, at_most)
+    windows = split(length, steps, even=True)
+    number = sum(count for count, _ in windows)
+    return Plan(windows, reason, budget, with_entries(number), backwards=True)
+
+
+def _longest_that_pay(length: int, least: int, budget: int, count: Count) -> tuple[int, str]:
+    """The steps of windows that are no longer than fits and than pays; and what decided."""
     fitting, enough = count.steps(budget), max(least, LITTLE // max(count.per_step, 1))
     steps = min(fitting, enough, length)
     if steps == length:
@@ -166,7 +278,7 @@ def _longest_that_pay(length: int, least: int, budget: int, count: Count) -> Pla
         reason = f'at most {fitting} steps fit'
     else:
         reason = 'not even one step fits'
-    return Plan(split(length, max(steps, 1), even=True), reason, budget, count)
+    return max(steps, 1), reason
 
 
 def split(length: int, steps: int, even: bool = False) -> tuple[tuple[int, int], ...]:

@@ -1,6 +1,9 @@
 """The checked entry point of ``adjoint_scan``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
 
 from .. import dispatch
 from ..dispatch import PLAIN, Backend
@@ -20,13 +23,14 @@ def adjoint_scan(
     R: Planes | None = None,
     *,
     c: Planes | None = None,
+    later: Planes | None = None,
     within: Sequence[bool] | None = None,
     carry: bool = False,
     backend: Backend = PLAIN,
 ) -> Adjoint:
     """Go back through a window of K steps of one group.
 
-    With ``nu[K+1] = 0`` and ``P[K] = 1``, for ``t = K .. 1``::
+    With ``nu[K+1]`` zero or given and ``P[K] = 1``, for ``t = K .. 1``::
 
         w[t]   = c[t] + sum_s f[t][s] (nu[t+1][s] + L[t][s] if within)
         u[t]   = P[t] f[t]
@@ -49,6 +53,9 @@ def adjoint_scan(
         The cotangent of the states before the step, past the group, per plane.
     c : sequence of array or None, optional
         Per op, the cotangent of its output by the loss of the same step.
+    later : sequence of array or None, optional
+        ``nu[K+1]`` per plane, of shape ``varshape``: what losses after the window say of the states
+        at its end. Without it there are none.
     within : sequence of bool, optional
         Per op, whether that loss reads it by way of the states alone, so that ``L`` counts instead.
     carry : bool
@@ -66,7 +73,7 @@ def adjoint_scan(
     ([0.875], [0.125], [0.75, 0.5, 0.0])
     """
     flags = None if within is None else tuple(within)
-    operands = AdjointOperands(D, f, L, R, c, flags, carry)
+    operands = AdjointOperands(D, f, L, R, c, later, flags, carry)
     _check(operands)
     adjoint = dispatch.run('adjoint_scan', backend, operands)
     own = [None] * len(f) if c is None else c
@@ -77,9 +84,10 @@ def adjoint_scan(
 def _check(operands: AdjointOperands) -> None:
     """Refuse operands whose numbers of planes or shapes do not fit together."""
     size, ops = len(operands.D), len(operands.f)
-    check_planes('adjoint_scan', size, D=operands.D, L=operands.L)
+    check_planes('adjoint_scan', size, D=operands.D, L=operands.L, later=operands.later)
     for planes in operands.f:
         check_planes('adjoint_scan', size, f=planes)
     if operands.within is not None and len(operands.within) != ops:
         raise ValueError(f'adjoint_scan: within has {len(operands.within)} flags, expected {ops}.')
-    check_shapes('adjoint_scan', operands)
+    one_step = jax.tree.map(lambda plane: plane[None], operands.later)
+    check_shapes('adjoint_scan', replace(operands, later=one_step))

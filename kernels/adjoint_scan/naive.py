@@ -1,5 +1,7 @@
 """``adjoint_scan`` as its formula stands, one step after the other: what tests compare with."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 
@@ -18,14 +20,15 @@ def adjoint_scan(operands: AdjointOperands) -> Arrays:
     the last two are empty without ``carry``.
     """
     states, ops = range(len(operands.D)), range(len(operands.f))
-    steps, *shape = window = np.broadcast_shapes(*(a.shape for a in jax.tree.leaves(operands)))
+    planes = jax.tree.leaves(replace(operands, later=None))
+    steps, *shape = window = np.broadcast_shapes(*(a.shape for a in planes))
     D, f = dense(operands.D, window), dense(operands.f, window)
     L = dense(operands.L or [None for _ in states], window)
     R = dense(operands.R or [None for _ in states], window)
     c = dense(operands.c or [None for _ in ops], window)
     within = operands.within or [False for _ in ops]
 
-    nu = np.zeros((len(states), *shape))
+    nu = dense(operands.later or [None for _ in states], tuple(shape))
     P = np.stack([[np.full(shape, float(s == q)) for q in states] for s in states])
     w, u = np.zeros((len(ops), *window)), np.zeros((len(ops), len(states), *window))
     for t in reversed(range(steps)):

@@ -17,7 +17,7 @@ class AdjointOperands:
 
     Attributes
     ----------
-    D, f, L, R, c
+    D, f, L, R, c, later
         As :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan` takes them.
     within : tuple of bool, optional
         Per op, whether ``L`` counts for it within its own step.
@@ -30,5 +30,6 @@ class AdjointOperands:
     L: Sequence[Plane] | None = None
     R: Sequence[Plane] | None = None
     c: Sequence[Plane] | None = None
+    later: Sequence[Plane] | None = None
     within: tuple[bool, ...] | None = field(default=None, metadata={'static': True})
     carry: bool = field(default=False, metadata={'static': True})

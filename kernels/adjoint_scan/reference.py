@@ -41,8 +41,8 @@ def adjoint_scan(operands: AdjointOperands) -> Adjoint:
     """See :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan`."""
     leaves = tree.leaves((operands.D, operands.f, operands.L))
     like = max(leaves, key=lambda plane: plane.size)
-    body, numbers = recurrence(operands)
-    start = tree.map(lambda number: jnp.full_like(like, number, shape=like.shape[1:]), numbers)
+    body, start = recurrence(operands)
+    start = tree.map(lambda value: jnp.full_like(like, value, shape=like.shape[1:]), start)
     (nu, P), (w, u) = walk(body, start, steps_of(operands), reverse=True)
     return Adjoint(nu, w, P, u)
 
@@ -56,15 +56,20 @@ def recurrence(operands: AdjointOperands) -> tuple[Callable[[Any, Any], Any], An
     """One step back, as ``lax.scan`` wants it, and ``nu`` and ``P`` before it.
 
     The step is from ``(nu, P)`` and ``(D, f, L, R, c)`` to ``(nu, P)`` and ``(w, u)``. The start
-    has a number per plane, None where the plane is structurally zero. Of the planes of all steps,
-    only which of them are None matters here.
+    has a number or an array per plane, None where the plane is structurally zero. Of the planes of
+    all steps, only which of them are None matters here.
     """
     carry, within = operands.carry, operands.within
     size = range(len(operands.D))
+    later = operands.later or [None for _ in size]
     pattern = [[plane is not None for plane in row] for row in operands.D]
     reached = closure(pattern)
     alive = [
-        operands.L is not None and _is_read(q, pattern, reached, operands.L, operands.R)
+        operands.L is not None
+        and (
+            _is_read(q, pattern, reached, operands.L, operands.R)
+            or any(plane is not None and reached[s][q] for s, plane in enumerate(later))
+        )
         for q in size
     ]
 
@@ -79,7 +84,10 @@ def recurrence(operands: AdjointOperands) -> tuple[Callable[[Any, Any], Any], An
         u = tuple(tuple(add(map(times, row, planes)) for row in P) for planes in f)
         if L is not None:
             nu = tuple(
-                add([times(D[s][q], ahead[s]) for s in size] + ([] if R is None else [R[q]]))
+                _or_zero(
+                    add([times(D[s][q], ahead[s]) for s in size] + ([] if R is None else [R[q]])),
+                    nu[q],
+                )
                 if alive[q]
                 else None
                 for q in size
@@ -96,7 +104,10 @@ def recurrence(operands: AdjointOperands) -> tuple[Callable[[Any, Any], Any], An
             )
         return (nu, P), (w, u if carry else ())
 
-    nu = tuple(0.0 if a else None for a in alive)
+    nu = tuple(
+        (0.0 if plane is None else plane) if a else None
+        for a, plane in zip(alive, later, strict=True)
+    )
     P = tuple(tuple(float(s == q) if reached[s][q] else None for q in size) for s in size if carry)
     return body, (nu, P)
 

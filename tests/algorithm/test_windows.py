@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 import braintrace_fast as btf
 from braintrace_fast import testing
+from braintrace_fast.runtime import planner
 from tests.algorithm.learning import add_trees, at, begin, check, learning, set_states
 from tests.algorithm.test_table import every_algorithm, most_models_slowly, skip_if_positions_mix
 from tests.models import MODELS
@@ -125,7 +126,7 @@ def in_windows_from_start(learned, **options):
     return in_windows(learned, **options)
 
 
-def test_a_fresh_window_builds_no_trace():
+def test_fresh_windows_build_no_trace_unless_that_is_cheaper(monkeypatch):
     learner = btf.compile(btf.nn.GRUCell(30, 40), 'd_rtrl', jnp.ones((BATCH, 30)), batch_size=BATCH)
     xs = jnp.ones((5, BATCH, 30))
 
@@ -136,8 +137,10 @@ def test_a_fresh_window_builds_no_trace():
         return (BATCH, 70, 40) in set(made_shapes(function.make_jaxpr().get_jaxpr().jaxpr))
 
     assert builds_a_trace(trace='carry')
-    assert builds_a_trace(trace='fresh', trace_every=2)
     assert not builds_a_trace(trace='fresh')
+    assert not builds_a_trace(trace='fresh', trace_every=2)
+    monkeypatch.setattr(planner, 'CHEAP', 1e6)
+    assert builds_a_trace(trace='fresh', trace_every=2)
 
 
 def made_shapes(jaxpr):

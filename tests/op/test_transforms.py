@@ -12,7 +12,17 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
 
-from braintrace_fast.op import ETPPrimitive, conv, element_wise, matmul, register_primitive
+from braintrace_fast.op import (
+    ETPPrimitive,
+    conv,
+    einsum,
+    element_wise,
+    embedding,
+    grouped_matmul,
+    lora_matmul,
+    matmul,
+    register_primitive,
+)
 from tests.op import conv_geometries, sparse
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -23,6 +33,9 @@ squared_dot_p = register_primitive(
 gain_p = register_primitive(
     'test_gain', lambda x, weight, *, power: x * weight**power, trace_rules=None
 )
+
+
+INDICES = np.array([0, 3, -1, 2, 0])
 
 
 class Case(NamedTuple):
@@ -57,6 +70,35 @@ CASES = [
         lambda x, w, b: affine(x, jnp.tanh(w), b**2),
         ((5, 3), (3, 2), (2,)),
         (),
+    ),
+    Case(
+        'grouped_bias',
+        grouped_matmul,
+        lambda x, w, b: (y := jnp.einsum('...gi,gio->...go', x, w)) + jnp.broadcast_to(b, y.shape),
+        ((5, 2, 3), (2, 3, 4), (2, 4)),
+        ((1, 2),),
+    ),
+    Case(
+        'einsum_shared',
+        functools.partial(einsum, 'btgk,gkn->bgtn'),
+        functools.partial(jnp.einsum, 'btgk,gkn->bgtn'),
+        ((5, 2, 3, 4), (3, 4, 2)),
+        ((0,), (1,)),
+    ),
+    Case(
+        'lora',
+        functools.partial(lora_matmul, alpha=0.5),
+        lambda x, b, a: 0.5 * x @ b @ a,
+        ((5, 3), (3, 2), (2, 4)),
+        ((0,), (1,), (2,)),
+    ),
+    Case(
+        'embedding',
+        functools.partial(embedding, INDICES),
+        lambda w: w[INDICES],
+        ((4, 3),),
+        ((0,),),
+        False,
     ),
     Case('element_wise', element_wise, lambda w: w, ((4, 3),), ((0,),), False),
     Case(

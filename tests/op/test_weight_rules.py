@@ -1,6 +1,7 @@
 """``weight_vjp`` is the gradient of the weights; the trace rules are its per-position pieces."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from braintrace_fast.op import ETPPrimitive, element_wise, matmul, register_primitive
+from braintrace_fast.op import (
+    ETPPrimitive,
+    TraceRules,
+    einsum,
+    element_wise,
+    embedding,
+    grouped_matmul,
+    lora_matmul,
+    matmul,
+    register_primitive,
+)
 from braintrace_fast.op.outer import outer_total
 
 pytestmark = pytest.mark.usefixtures('x64')
@@ -26,12 +37,30 @@ class Case(NamedTuple):
     weights: dict[str, tuple[int, ...]]
     y: tuple[int, ...]
     batch: tuple[int, ...]
+    rows: int = 0
+    """For an op of indices: how many rows they may name."""
 
 
 def dense(x: jax.Array, weights: Weights) -> jax.Array:
     return x @ weights['weight'] + weights.get('bias', 0.0)
 
 
+def grouped(x: jax.Array, weights: Weights) -> jax.Array:
+    y = jnp.einsum('gi,gio->go', x, weights['weight'])
+    return y + weights['bias'] if 'bias' in weights else y
+
+
+def low_rank(x: jax.Array, weights: Weights) -> jax.Array:
+    return 0.5 * x @ weights['lora_b'] @ weights['lora_a'] + weights.get('bias', 0.0)
+
+
+def low_rank_op(x: jax.Array, b: jax.Array, a: jax.Array, bias: Any = None) -> jax.Array:
+    return lora_matmul(x, b, a, alpha=0.5, bias=bias)
+
+
+GROUPS = {'weight': (2, 3, 4), 'bias': (2, 4)}
+LOW_RANK = {'lora_b': (3, 2), 'lora_a': (2, 4)}
+SHARED = 'btgks,nkgm->bmtgn'
 WEIGHT, WITH_BIAS = {'weight': (3, 2)}, {'weight': (3, 2), 'bias': (2,)}
 
 CASES = [
@@ -40,6 +69,32 @@ CASES = [
     Case('matmul_bias', matmul, dense, (3,), WITH_BIAS, (2,), (5,)),
     Case('matmul_two_axes', matmul, dense, (3,), WITH_BIAS, (2,), (4, 5)),
     Case('matmul_single_input', matmul, dense, (1,), {'weight': (1, 7)}, (7,), (5,)),
+    Case('grouped', grouped_matmul, grouped, (2, 3), {'weight': (2, 3, 4)}, (2, 4), ()),
+    Case('grouped_bias', grouped_matmul, grouped, (2, 3), GROUPS, (2, 4), (5,)),
+    Case('grouped_two_axes', grouped_matmul, grouped, (2, 3), GROUPS, (2, 4), (4, 5)),
+    Case(
+        'einsum',
+        partial(einsum, SHARED),
+        lambda x, w: jnp.einsum(SHARED, x[None], w['weight'])[0],
+        (2, 2, 3, 2),
+        {'weight': (2, 3, 2, 3)},
+        (3, 2, 2, 2),
+        (5,),
+    ),
+    Case('lora', low_rank_op, low_rank, (3,), LOW_RANK, (4,), (5,)),
+    Case('lora_bias', low_rank_op, low_rank, (3,), LOW_RANK | {'bias': (4,)}, (4,), (4, 5)),
+    Case('embedding', embedding, lambda x, w: w['weight'][x], (), WEIGHT, (2,), (5,), 3),
+    Case(
+        'embedding_shaped',
+        embedding,
+        lambda x, w: w['weight'][x],
+        (),
+        {'weight': (4, 3, 2)},
+        (3, 2),
+        (5,),
+        4,
+    ),
+    Case('embedding_one', embedding, lambda x, w: w['weight'][x], (), WEIGHT, (2,), (), 3),
     Case('element_wise', element_wise, lambda _, w: w['weight'], None, {'weight': (3,)}, (3,), ()),
     Case(
         'element_wise_in_batched_group',
@@ -70,8 +125,10 @@ CASES = [
     ),
 ]
 
-# A weight shared between positions has a finer trace than itself, until that is contracted.
-ONE_WEIGHT_PER_POSITION = [case for case in CASES if case.name not in ('scalar', 'shared_axis')]
+# A weight shared between positions has a finer trace than itself, until that is contracted; and
+# others have theirs in other coordinates.
+FINER = 'scalar', 'shared_axis', 'einsum', 'lora', 'lora_bias', 'embedding_shaped'
+ONE_WEIGHT_PER_POSITION = [case for case in CASES if case.name not in FINER]
 
 
 class Setup(NamedTuple):
@@ -81,6 +138,30 @@ class Setup(NamedTuple):
     draw_x: Callable[..., Any]
     draw_plane: Callable[..., jax.Array]
     case: Case
+
+    @property
+    def rules(self) -> TraceRules:
+        """The rules, as functions of the op's own input and planes, that give its own weights."""
+        rules, params = self.primitive.trace_rules, self.params
+
+        def view(function: Any, value: Any) -> Any:
+            return value if function is None else function(value, **params)
+
+        def of_x(rule: Any) -> Any:
+            return lambda x, plane, **_: rule(
+                view(rules.operand, x), view(rules.plane_view, plane), **params
+            )
+
+        def contract(plane: Any, trace: Any, **_: Any) -> Any:
+            read = rules.contract(view(rules.plane_view, plane), trace, **params)
+            return jax.vjp(lambda w: view(rules.weight_view, w), self.weights)[1](read)[0]
+
+        return TraceRules(
+            of_x(rules.outer),
+            of_x(rules.outer_sum),
+            lambda plane, trace, **_: rules.decay(view(rules.plane_view, plane), trace, **params),
+            contract,
+        )
 
     def jacobian_rows(self, x: Any, plane: jax.Array) -> Weights:
         """``sum_position plane * dy/dweight`` for each place in the batch, by dense Jacobians."""
@@ -104,14 +185,20 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     def normal(shape: tuple[int, ...]) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape))
 
+    def inputs(*lead: int) -> Any:
+        if case.x is None:
+            return None
+        shape = (*lead, *case.batch, *case.x)
+        return jnp.asarray(rng.integers(case.rows, size=shape)) if case.rows else normal(shape)
+
     weights = {key: normal(shape) for key, shape in case.weights.items()}
-    operands = () if case.x is None else (normal((*case.batch, *case.x)),)
+    operands = () if case.x is None else (inputs(),)
     (eqn,) = jax.make_jaxpr(case.call)(*operands, *weights.values()).jaxpr.eqns
     return Setup(
         eqn.primitive,
         eqn.params,
         weights,
-        lambda *lead: None if case.x is None else normal((*lead, *case.batch, *case.x)),
+        inputs,
         lambda *lead: normal((*lead, *case.batch, *case.y)),
         case,
     )
@@ -145,12 +232,12 @@ def test_weight_vjp_sums_over_time_and_batch(setup: Setup, lead: tuple[int, ...]
 @pytest.mark.parametrize('setup', ONE_WEIGHT_PER_POSITION, indirect=True, ids=lambda c: c.name)
 def test_outer_is_the_jacobian_of_each_position(setup: Setup) -> None:
     x, plane = setup.draw_x(), setup.draw_plane()
-    found = setup.primitive.trace_rules.outer(x, plane, **setup.params)
+    found = setup.rules.outer(x, plane)
     assert_same(found, setup.jacobian_rows(x, plane))
 
 
 def test_outer_sum_is_the_sum_of_outer_over_time(setup: Setup) -> None:
-    rules = setup.primitive.trace_rules
+    rules = setup.rules
     x, plane = setup.draw_x(7), setup.draw_plane(7)
     steps = [rules.outer(None if x is None else x[t], plane[t], **setup.params) for t in range(7)]
     expected = jax.tree.map(lambda *values: sum(values), *steps)
@@ -158,14 +245,14 @@ def test_outer_sum_is_the_sum_of_outer_over_time(setup: Setup) -> None:
 
 
 def test_decay_scales_every_position_of_the_trace(setup: Setup) -> None:
-    rules, params = setup.primitive.trace_rules, setup.params
+    rules, params = setup.rules, setup.params
     x, plane, decay = setup.draw_x(), setup.draw_plane(), setup.draw_plane()
     trace = rules.outer(x, plane, **params)
     assert_same(rules.decay(decay, trace, **params), rules.outer(x, decay * plane, **params))
 
 
 def test_contract_is_the_gradient_that_the_trace_stands_for(setup: Setup) -> None:
-    rules, params = setup.primitive.trace_rules, setup.params
+    rules, params = setup.rules, setup.params
     x, plane, signal = setup.draw_x(), setup.draw_plane(), setup.draw_plane()
     rows = setup.jacobian_rows(x, signal * plane)
     expected = {key: rows[key].sum(tuple(range(len(setup.case.batch)))) for key in rows}
@@ -174,12 +261,12 @@ def test_contract_is_the_gradient_that_the_trace_stands_for(setup: Setup) -> Non
     assert {key: value.shape for key, value in found.items()} == setup.case.weights
 
 
-OUTER = [case for case in CASES if case.call is matmul]
+OUTER = [case for case in CASES if case.call in (matmul, grouped_matmul)]
 
 
 @pytest.mark.parametrize('setup', OUTER, indirect=True, ids=lambda case: case.name)
 def test_one_output_stands_for_many_that_are_the_same(setup: Setup) -> None:
-    rules, params = setup.primitive.trace_rules, setup.params
+    rules, params = setup.rules, setup.params
     x, decay, signal = setup.draw_x(), setup.draw_plane(), setup.draw_plane()
     narrow = setup.draw_plane()[..., :1]
     whole = jnp.broadcast_to(narrow, signal.shape)
@@ -196,7 +283,7 @@ def test_one_output_stands_for_many_that_are_the_same(setup: Setup) -> None:
 
 def test_two_windows_of_the_recurrence_in_closed_form(setup: Setup) -> None:
     """``e_K = P_0 e_0 + sum_t x_t (x) u_t`` for one state plane, against the step recurrence."""
-    rules, params, steps = setup.primitive.trace_rules, setup.params, 4
+    rules, params, steps = setup.rules, setup.params, 4
     x, f, decay = setup.draw_x(steps), setup.draw_plane(steps), setup.draw_plane(steps)
     entry = rules.outer(setup.draw_x(), setup.draw_plane(), **params)
 
@@ -215,7 +302,7 @@ def test_two_windows_of_the_recurrence_in_closed_form(setup: Setup) -> None:
 
 
 def test_outer_of_abstract_arrays_gives_the_shape_of_a_zero_trace(setup: Setup) -> None:
-    rules, params = setup.primitive.trace_rules, setup.params
+    rules, params = setup.rules, setup.params
     x, plane = setup.draw_x(), setup.draw_plane()
     zero = jax.eval_shape(lambda x, plane: rules.outer(x, plane, **params), x, plane)
     assert jax.tree.map(jnp.shape, rules.outer(x, plane, **params)) == jax.tree.map(
@@ -279,6 +366,14 @@ def test_an_op_of_weights_alone_sums_extra_axes_of_the_cotangent() -> None:
         None, jnp.ones((7, 5, 3)), {'weight': jnp.arange(3.0)}, leading_axes=2
     )
     np.testing.assert_array_equal(found['weight'], [0.0, 70.0, 140.0])
+
+
+@pytest.mark.parametrize('sizes', [(3, 5), (3, 20), (20, 3), (1, 1)], ids=str)
+def test_the_sum_of_outer_products_of_groups(sizes) -> None:
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(4, 2, 3, size))) for size in sizes)
+    found = jax.jit(partial(outer_total, groups=1))(x, y)
+    np.testing.assert_allclose(found, np.einsum('tbgi,tbgo->gio', x, y), rtol=1e-12)
 
 
 @pytest.mark.parametrize('sizes', [(3, 5), (3, 20), (20, 3), (1, 1)], ids=str)

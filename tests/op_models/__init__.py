@@ -1,8 +1,7 @@
 """Models of every op for ``tests/algorithm/test_ops.py``, one module per op."""
 
-from tests.op_models import conv, grouped_matmul, matmul
+from tests.op_models import conv, einsum, embedding, grouped_matmul, lora_matmul, matmul
 from tests.op_models.model import OpModel
 
-OP_MODELS: dict[str, OpModel] = {
-    model.name: model for module in (conv, grouped_matmul, matmul) for model in module.MODELS
-}
+MODULES = conv, einsum, embedding, grouped_matmul, lora_matmul, matmul
+OP_MODELS: dict[str, OpModel] = {model.name: model for module in MODULES for model in module.MODELS}

@@ -14,11 +14,13 @@ from braintrace_fast.runtime import memory_budget, planner
 from braintrace_fast.runtime.planner import (
     Count,
     Plan,
+    Traits,
     count_window,
     parse_bytes,
     plan_windows,
     split,
 )
+from tests.promotion import promoting
 
 BATCH, N_IN, N = 8, 24, 64
 
@@ -31,7 +33,7 @@ class Leaky(brainstate.nn.Module):
 
     def __init__(self, narrow=False):
         super().__init__()
-        self.decay = 0.8 if narrow else jnp.linspace(0.7, 0.9, N)
+        self.decay = 0.8 if narrow else jnp.linspace(0.7, 0.9, N)[None]
         self.layer = btf.nn.Linear(N_IN + N, N)
         self.readout = brainstate.nn.Linear(N, 3)
 
@@ -43,7 +45,8 @@ class Leaky(brainstate.nn.Module):
         z = jnp.tanh(self.v.value)
         self.g.value = self.decay * self.g.value + self.layer(jnp.concatenate([x, z], axis=-1))
         self.v.value = 0.9 * self.v.value + self.g.value - z
-        return self.readout(jnp.tanh(self.v.value))
+        with promoting():  # brainstate broadcasts the bias
+            return self.readout(jnp.tanh(self.v.value))
 
 
 MODELS = {
@@ -140,6 +143,17 @@ def test_memory_does_not_grow_with_the_sequence(rule):
         temporary = [temporary_bytes(learner, n, memory_budget=budget) for n in (short, long)]
         assert max(temporary) <= budget
         assert temporary[1] <= 1.05 * temporary[0]
+
+
+@pytest.mark.parametrize('model', ['gru', 'two planes'])
+def test_fresh_memory_does_not_grow_with_the_sequence(model):
+    learner = new_learner(model)
+    short, *long = (
+        temporary_bytes(learner, n, memory_budget='1TB', trace='fresh') for n in (200, 1999, 4000)
+    )
+    assert learner.plan.backwards and max(long) <= 1.1 * short
+    assert temporary_bytes(learner, 4000, memory_budget='3MB', trace='fresh') <= 3e6
+    assert learner.plan.backwards
 
 
 def test_fresh_sequences_in_one_window_need_no_trace():
@@ -337,12 +351,36 @@ def test_windows_that_carry_a_trace_are_no_longer_than_pays(floats, small, longe
 
     inputs = jax.ShapeDtypeStruct((1000, floats), jnp.float32)
     args = (jnp.zeros(1),) * 3
-    plan = plan_windows(window, inputs, args, None, False, 2**40, 4 * floats, small)
+    traits = Traits(4 * floats, 0, small)
+    plan = plan_windows(window, inputs, args, None, False, 2**40, traits)
     assert plan.count.per_step == 8 * floats
     assert longest / 1.5 <= plan.steps <= longest and 'gain little' in plan.reason
-    for budget, reason in (2**40, 'by a rough count'), (2000 * 4 * floats + 1, 'no trace'):
-        fresh = plan_windows(window, inputs, args, None, True, budget, 4 * floats, small)
-        if small:
-            assert fresh.windows == plan.windows
-        else:
-            assert fresh.steps == 1000 and reason in fresh.reason
+    fresh = plan_windows(window, inputs, args, None, True, 2**40, traits)
+    assert fresh.windows == plan.windows
+    assert small or 'costs less' in fresh.reason  # a trace of 4 bytes
+
+
+@pytest.mark.parametrize('carried', [False, True])
+def test_fresh_windows_run_backwards_where_a_trace_is_large_or_cannot_be(carried):
+    floats = 2**22
+
+    def window(inputs, total, entry, index):
+        return total, entry, jnp.cumsum(inputs, axis=0)
+
+    def planned(length, budget=2**50, refuses=None):
+        inputs = jax.ShapeDtypeStruct((length, floats), jnp.float32)
+        args = jnp.zeros(1), jnp.zeros(4 * floats if carried else 0), jnp.zeros(1)
+        traits = Traits(4 * floats, 2**20, False, refuses, can_carry=carried)
+        return plan_windows(window, inputs, args, None, True, budget, traits)
+
+    assert planned(200).windows == ((1, 200),) and not planned(200).backwards
+    for length in (201, 1000, 5000):
+        plan = planned(length)
+        assert plan.backwards and plan.steps <= 100 and 'no trace' in plan.reason
+        assert ('instead of one of 67.1 MB' in plan.reason) == carried
+    tight = planned(5000, budget=50 * 2**25)
+    assert tight.backwards and tight.bytes <= tight.budget  # the states at all entries included
+    assert tight.count.fixed == 2**20 * sum(count for count, _ in tight.windows)
+    forwards = planned(1000, refuses='for a reason')
+    assert forwards.windows == ((1, 1000),)
+    assert 'for a reason' in planned(1000, 50 * 2**25, 'for a reason').reason

@@ -1,5 +1,8 @@
 """The two entry points: a loop of a pure body, and a loop of a function of states."""
 
+import copy
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,6 +128,17 @@ class StatefulLoop:
         flat = [is_one_of(v, zeros) for v in split.body.ys]
         return jax.tree.unflatten(jax.tree.structure(self.ys), flat)
 
+    @property
+    def has_effects(self) -> bool:
+        """Whether a step does more than to compute: prints, say, or calls the host."""
+        return any(eqn.effects for eqn in self._loop.split.body.eqns)
+
+    @property
+    def moving(self) -> list[jax.Array]:
+        """The present values of all that a step changes: arrays of the states that it writes."""
+        leaves = jax.tree.leaves(self._values())
+        return [leaves[place] for place in self._loop.split.body.moving]
+
     def __call__(
         self, xs: Sequence[PyTree], progress: Progress | None = None
     ) -> tuple[PyTree, PyTree]:
@@ -136,13 +150,54 @@ class StatefulLoop:
             The stacked ``ys``, and the sums of the ``terms``. Those ``ys`` that are the same in all
             steps have a leading axis of 1, and of those that are uniform all axes have size 1.
         """
-        states = self._touched.states
-        values = jax.tree.map(_as_array, [state.value for state in states])
-        last, ys, sums = self._loop.run(values, jax.tree.map(_as_array, tuple(xs)), progress)
-        for state, value, written in zip(states, last, self._touched.been_writen, strict=True):
+        last, ys, sums = self.run(self.moving, xs, progress)
+        self.write(last)
+        return ys, sums
+
+    def run(
+        self, moving: list[jax.Array], xs: Sequence[PyTree], progress: Progress | None = None
+    ) -> tuple[list[jax.Array], PyTree, PyTree]:
+        """The same from values of :attr:`moving` to their last ones, which come first."""
+        return self._run(self._loop, moving, xs, progress)
+
+    def advance(self, moving: list[jax.Array], xs: Sequence[PyTree]) -> list[jax.Array]:
+        """The last values of :attr:`moving`, and nothing else."""
+        return self._run(self._states_alone, moving, xs, None)[0]
+
+    def write(self, moving: list[jax.Array]) -> None:
+        """Give the states values of :attr:`moving`."""
+        values = self._with(moving)
+        for state, value, written in zip(
+            self._touched.states, values, self._touched.been_writen, strict=True
+        ):
             if written:
                 state.value = value
-        return ys, sums
+
+    @functools.cached_property
+    def _states_alone(self) -> '_TracedLoop':
+        return self._loop.states_alone()
+
+    def _values(self) -> list[PyTree]:
+        return jax.tree.map(_as_array, [state.value for state in self._touched.states])
+
+    def _with(self, moving: list[jax.Array]) -> list[PyTree]:
+        """The values of all states, with these in the place of those that move."""
+        leaves, tree = jax.tree.flatten(self._values())
+        for place, value in zip(self._loop.split.body.moving, moving, strict=True):
+            leaves[place] = value
+        return jax.tree.unflatten(tree, leaves)
+
+    def _run(
+        self,
+        loop: '_TracedLoop',
+        moving: list[jax.Array],
+        xs: Sequence[PyTree],
+        progress: Progress | None,
+    ) -> tuple[list[jax.Array], PyTree, PyTree]:
+        xs = jax.tree.map(_as_array, tuple(xs))
+        last, ys, sums = loop.run(self._with(moving), xs, progress)
+        leaves = jax.tree.leaves(last)
+        return [leaves[place] for place in self._loop.split.body.moving], ys, sums
 
 
 class _TracedLoop:
@@ -154,6 +209,13 @@ class _TracedLoop:
         closed, self.shapes = jax.make_jaxpr(body, return_shape=True)(carry, x)
         sizes = [len(jax.tree.leaves(part)) for part in self.shapes]
         self.split = split_loop(flat_body(closed, sizes), shows)
+
+    def states_alone(self) -> '_TracedLoop':
+        """The same loop without ``ys`` and terms."""
+        other = copy.copy(self)
+        other.shapes = (self.shapes[0], (), ())
+        other.split = split_loop(dataclasses.replace(self.split.body, ys=[], terms=[]), False)
+        return other
 
     def run(
         self, carry: PyTree, xs: PyTree, progress: Progress | None
