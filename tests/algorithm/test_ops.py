@@ -66,9 +66,9 @@ CASES = [
 ]
 
 
-def compiled(name: str, transition: str, rule: str, way: str) -> Any:
+def compiled(name: str, transition: str, rule: str, way: str, **more: Any) -> Any:
     model, xs = Driven(OP_MODELS[name], transition), OP_MODELS[name].inputs(STEPS, BATCH)
-    options = RULES[rule].options | {'batch_size': BATCH, 'vmap': way == 'vmap'}
+    options = RULES[rule].options | {'batch_size': BATCH, 'vmap': way == 'vmap'} | more
     if way == 'chunks':
         options['vjp_method'] = 'multi-step'
     return btf.compile(model, RULES[rule].algorithm, xs[0], **options), xs
@@ -188,3 +188,17 @@ def test_the_oracle_for_users_knows_the_op(name, decay):
     found = testing.recurrence(model, xs, step_fn=lambda x: oracle.losses_of(model(x)), decay=decay)
     expected = truth(None, xs, name, 'two', 'd_rtrl' if decay is None else 'pp_prop', 'per step')
     testing.compare({path[-1]: value for path, value in found.items()}, expected).check(1e-11)
+
+
+IN_KERNELS = 'grouped_matmul', 'einsum_shared', 'einsum_every_class', 'lora'
+
+
+@pytest.mark.parametrize('name', IN_KERNELS)
+def test_kernels_carry_the_trace_of_an_op_that_is_an_outer_product(name):
+    with brainstate.environ.context(precision=32):
+        learner, xs = compiled(name, 'two', 'd_rtrl', 'pieces', backend='interpret')
+        chosen = {c.implementation for c in learner.choices if c.op == 'trace_carry'}
+        gradient = found(learner, xs, 'd_rtrl', 'pieces')
+    assert chosen and 'jax' not in chosen
+    expected = truth(learner, OP_MODELS[name].inputs(STEPS, BATCH), name, 'two', 'd_rtrl', 'pieces')
+    testing.compare(gradient, expected).check(1e-5)
