@@ -9,7 +9,7 @@ BASIC = ('lif', 'lif_expon')
 QUICK = {*BASIC, 'gru'}
 LEARNERS = [name for name in CONTENDERS if name not in ('bptt', 'd_rtrl 256MB')]
 LONG = {
-    200: ['d_rtrl 256MB'],
+    200: ['d_rtrl fresh', 'd_rtrl 256MB'],
     400: [name for name in LEARNERS if 'eprop' not in name.lower()],
     2000: ['d_rtrl fresh', 'd_rtrl 256MB'],
     5000: ['d_rtrl fresh'],
@@ -21,6 +21,8 @@ def cases():
     for workload in WORKLOADS:
         # One workload is enough to time braintrace's e-prop.
         for contender in LEARNERS if workload == 'lif_expon' else LEARNERS[:-1]:
+            if not WORKLOADS[workload].takes(contender):
+                continue
             quick = workload in QUICK and 'eprop' not in contender.lower()
             marks = [pytest.mark.quick] if quick else []
             yield pytest.param(workload, None, contender, marks=marks)

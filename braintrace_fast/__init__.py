@@ -46,6 +46,7 @@ from .learner import ETraceVmap, compile
 from .op import (
     ETPPrimitive,
     TraceRules,
+    conv,
     einsum,
     element_wise,
     embedding,
@@ -53,6 +54,7 @@ from .op import (
     lora_matmul,
     matmul,
     register_primitive,
+    sparse_matmul,
 )
 from .reference_api.compiler import (
     HiddenPerturbation,
@@ -107,6 +109,7 @@ __all__ = [
     'add_hidden_perturbation_in_module',
     'compile',
     'compile_etrace_graph',
+    'conv',
     'einsum',
     'element_wise',
     'embedding',
@@ -122,5 +125,6 @@ __all__ = [
     'pp_prop',
     'register_primitive',
     'set_backend',
+    'sparse_matmul',
     'use_backend',
 ]

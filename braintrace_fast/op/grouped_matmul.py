@@ -77,7 +77,9 @@ def grouped_matmul(
     >>> braintrace.grouped_matmul(jnp.ones((2, 2)), weight).tolist()
     [[3.0], [7.0]]
     """
-    return affine('grouped_matmul', grouped_matmul_p, _check, x, weight, bias, weight_fn, bias_fn)
+    return affine(
+        'grouped_matmul', grouped_matmul_p.bind, _check, x, weight, bias, weight_fn, bias_fn
+    )
 
 
 def _check(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> None:

@@ -80,7 +80,7 @@ def matmul(
     >>> braintrace.matmul(jnp.array([1.0, 1.0]), weight, jnp.array([0.5, 0.5])).tolist()
     [4.5, 2.5]
     """
-    return affine('matmul', matmul_p, _check, x, weight, bias, weight_fn, bias_fn)
+    return affine('matmul', matmul_p.bind, _check, x, weight, bias, weight_fn, bias_fn)
 
 
 def _check(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import braintrace_fast as btf
 from braintrace_fast import testing
+from braintrace_fast.runtime import planner
 from tests.op_models import OP_MODELS
 from tests.op_models.model import TRANSITIONS, Driven
 from tests.oracles import op_recurrence as oracle
@@ -42,8 +43,10 @@ RULES = {
     ),
     'three_factor': Rule('three_factor', {}, False),
 }
-WAYS = 'per step', 'pieces', 'fresh', 'chunks', 'vmap'
-QUICK = ('d_rtrl', 'per step'), ('d_rtrl', 'pieces'), ('pp_prop', 'pieces')
+WAYS = 'per step', 'pieces', 'fresh', 'forwards', 'backwards', 'chunks', 'vmap'
+"""Fresh ones are in one window, or in several, in either order."""
+CHEAP = {'forwards': 1e9, 'backwards': 0}
+QUICK = ('d_rtrl', 'per step'), ('d_rtrl', 'pieces'), ('d_rtrl', 'backwards'), ('pp_prop', 'pieces')
 """For every op; the others for one op, and for all of them slowly."""
 QUICK_OP = 'grouped_matmul'
 
@@ -100,6 +103,9 @@ def found(learner: Any, xs: Any, rule: str, way: str) -> dict[str, Any]:
     elif way == 'pieces':
         pieces = slice(0, PIECE), slice(PIECE, STEPS)
         parts = [learn(xs[s], rewards[s], trace_every=EVERY) for s in pieces]
+    elif way in CHEAP:
+        parts = [learn(xs, rewards, trace='fresh', trace_every=EVERY)]
+        assert learner.plan.backwards == (way == 'backwards' and rule != 'pp_prop')
     else:
         parts = [learn(xs, rewards, trace='fresh' if way == 'fresh' else 'carry')]
     total = jax.tree.map(lambda *leaves: sum(leaves), *parts)
@@ -140,7 +146,8 @@ def truth(learner: Any, xs: Any, name: str, transition: str, rule: str, way: str
 
 
 @pytest.mark.parametrize(('name', 'transition', 'rule', 'way'), CASES)
-def test_an_op_learns_as_the_rule_says(name, transition, rule, way):
+def test_an_op_learns_as_the_rule_says(monkeypatch, name, transition, rule, way):
+    monkeypatch.setattr(planner, 'CHEAP', CHEAP.get(way, planner.CHEAP))
     learner, xs = compiled(name, transition, rule, way)
     expected = truth(learner, xs, name, transition, rule, way)
     testing.compare(found(learner, xs, rule, way), expected).check(1e-11)

@@ -85,6 +85,9 @@ def test_memory_is_held_to_the_budget_and_to_the_shorter_run(planned, grown, sid
         for steps, size in zip((200, 2000), planned, strict=True)
     ]
     shown = report.memory_goals(runs)
+    fresh = report.memory_goals([run | {'contender': 'd_rtrl fresh'} for run in runs])
+    assert "below BPTT's: MISSED" in fresh and f'flat: {sides[1]}' in fresh
+    assert 'budget' not in fresh
     names = 'within the budget', 'flat', 'arguments grow by the sequences alone'
     assert ', '.join(f'{n}: {side}' for n, side in zip(names, sides, strict=True)) in shown
 

@@ -1,3 +1,4 @@
+import brainevent
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import pytest
 import saiunit as u
 
 from braintrace_fast import nn
+from tests.promotion import promoting
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -15,9 +17,11 @@ def draw(*shape: int, seed: int = 0) -> jnp.ndarray:
 
 
 @pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
-@pytest.mark.parametrize('b_init', [None, draw(2, seed=1)], ids=['no_bias', 'bias'])
-@pytest.mark.parametrize('w_mask', [None, draw(3, 2, seed=2) > 0], ids=['dense', 'masked'])
-def test_linear_is_brainstates_linear_for_inputs_of_any_rank(batch, b_init, w_mask) -> None:
+@pytest.mark.parametrize('has_bias', [False, True], ids=['no_bias', 'bias'])
+@pytest.mark.parametrize('is_masked', [False, True], ids=['dense', 'masked'])
+def test_linear_is_brainstates_linear_for_inputs_of_any_rank(batch, has_bias, is_masked) -> None:
+    b_init = draw(2, seed=1) if has_bias else None
+    w_mask = draw(3, 2, seed=2) > 0 if is_masked else None
     ours, plain = (
         module.Linear(3, 2, w_init=draw(3, 2), b_init=b_init, w_mask=w_mask)
         for module in (nn, brainstate.nn)
@@ -25,19 +29,53 @@ def test_linear_is_brainstates_linear_for_inputs_of_any_rank(batch, b_init, w_ma
     x = draw(*batch, 3, seed=3)
     assert isinstance(ours, brainstate.nn.Linear)
     assert ours(x).shape == (*batch, 2)
-    np.testing.assert_allclose(ours(x), plain(x), rtol=1e-14)
+    with promoting():
+        expected = plain(x)
+    np.testing.assert_allclose(ours(x), expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
-@pytest.mark.parametrize('w_sign', [None, jnp.sign(draw(3, 2, seed=1))], ids=['positive', 'signed'])
-def test_signed_linear_is_brainstates_signed_linear(batch, w_sign) -> None:
+@pytest.mark.parametrize('signs', [None, (3, 2), (2,)], ids=['positive', 'signed', 'by_output'])
+def test_signed_linear_is_brainstates_signed_linear(batch, signs) -> None:
+    w_sign = None if signs is None else jnp.sign(draw(*signs, seed=1)).astype(int)
     ours, plain = (
         module.SignedWLinear(3, 2, w_init=draw(3, 2), w_sign=w_sign)
         for module in (nn, brainstate.nn)
     )
     x = draw(*batch, 3, seed=3)
     assert isinstance(ours, brainstate.nn.SignedWLinear)
-    np.testing.assert_allclose(ours(x), plain(x), rtol=1e-14)
+    with promoting():
+        expected = plain(x)
+    np.testing.assert_allclose(ours(x), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
+@pytest.mark.parametrize('b_init', [None, draw(2, seed=1)], ids=['no_bias', 'bias'])
+def test_sparse_linear_is_the_matrix_that_it_is_given(batch, b_init) -> None:
+    matrix = jnp.where(draw(3, 2, seed=2) > 0, draw(3, 2), 0.0)
+    layer = nn.SparseLinear(brainevent.CSC.fromdense(matrix), b_init, in_size=3)
+    x = draw(*batch, 3, seed=3)
+    assert isinstance(layer, brainstate.nn.SparseLinear)
+    assert layer.in_size == (3,) and layer.out_size == (2,)
+    expected = x @ matrix + (0.0 if b_init is None else b_init)
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-14)
+    assert layer.weight.value['weight'].shape == (int((matrix != 0).sum()),)
+
+
+def test_sparse_linear_takes_events_and_units_and_gives_gradients() -> None:
+    matrix = u.sparse.CSR.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [1.0, 4.0]]) * u.mS)
+    layer = nn.SparseLinear(matrix, b_init=jnp.ones(2) * u.mS)
+    spikes = brainevent.BinaryArray(jnp.array([True, False, True]))
+    np.testing.assert_allclose(layer(spikes).to_decimal(u.mS), [2.0, 7.0], rtol=1e-12)
+
+    def loss() -> jax.Array:
+        return jnp.sin(layer(spikes).to_decimal(u.mS)).sum()
+
+    (gradient,) = brainstate.transform.grad(loss, layer.states(brainstate.ParamState))().values()
+    cosines = np.cos([2.0, 7.0])
+    weight, bias = (u.get_mantissa(gradient[key]) for key in ('weight', 'bias'))
+    np.testing.assert_allclose(weight, [cosines[1], 0.0, *cosines], rtol=1e-12)
+    np.testing.assert_allclose(bias, cosines, rtol=1e-12)
 
 
 def test_linear_carries_units() -> None:
@@ -58,6 +96,8 @@ def test_every_parameter_gets_the_gradient_of_the_plain_layer(name, option) -> N
             brainstate.transform.grad(lambda: jnp.sin(layer(x)).sum(), parameters)()
         )
 
-    for found, expected in zip(gradients(nn), gradients(brainstate.nn), strict=True):
+    with promoting():
+        plain = gradients(brainstate.nn)
+    for found, expected in zip(gradients(nn), plain, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-12)
         assert jnp.any(expected != 0)
