@@ -197,7 +197,7 @@ def test_the_oracle_for_users_knows_the_op(name, decay):
     testing.compare({path[-1]: value for path, value in found.items()}, expected).check(1e-11)
 
 
-IN_KERNELS = 'grouped_matmul', 'einsum_shared', 'einsum_every_class', 'lora'
+IN_KERNELS = 'grouped_matmul', 'einsum_shared', 'einsum_every_class', 'lora', 'conv', 'conv_grouped'
 
 
 @pytest.mark.parametrize('name', IN_KERNELS)
