@@ -46,6 +46,7 @@ from .learner import ETraceVmap, compile
 from .op import (
     ETPPrimitive,
     TraceRules,
+    conv,
     einsum,
     element_wise,
     embedding,
@@ -108,6 +109,7 @@ __all__ = [
     'add_hidden_perturbation_in_module',
     'compile',
     'compile_etrace_graph',
+    'conv',
     'einsum',
     'element_wise',
     'embedding',

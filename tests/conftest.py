@@ -40,13 +40,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile('suite')
 
 
-OPS = Path(__file__).parent / 'op'
+STRICT = [
+    Path(__file__).parent / folder for folder in ('compiler', 'kernels', 'nn', 'op', 'runtime')
+]
 
 
 @pytest.fixture(autouse=True)
 def _promotion(request):
     """Ops promote types and ranks explicitly; models are as users write them."""
-    if not request.path.is_relative_to(OPS):
+    if not any(map(request.path.is_relative_to, STRICT)):
         yield
         return
     with jax.numpy_dtype_promotion('strict'), jax.numpy_rank_promotion('raise'):

@@ -117,6 +117,11 @@ def parameter(*shape: int, scale: float = 0.5, unit: u.Unit = u.UNITLESS) -> bra
     return brainstate.ParamState(u.maybe_decimal(value * unit))
 
 
+def of_rank(ndim: int, array: jax.Array) -> jax.Array:
+    """What is shared by the batch, with axes of size one in front."""
+    return jnp.expand_dims(array, tuple(range(ndim - array.ndim)))
+
+
 def hidden(
     batch_size: int | None, *shape: int, unit: u.Unit = u.UNITLESS, fill: float = 0.0
 ) -> brainstate.HiddenState:
@@ -598,7 +603,7 @@ class PlainLeak(Leaky):
         self.a = parameter(N)
 
     def leak(self, h):
-        return jax.nn.sigmoid(self.a.value) * h
+        return of_rank(h.ndim, jax.nn.sigmoid(self.a.value)) * h
 
 
 class ReadsOutput(Leaky):
@@ -733,6 +738,7 @@ class LearnedLeak(Leaky):
 
     def update(self, x):
         a = btf.element_wise(self.a.value, weight_fn=jax.nn.sigmoid)
+        a = of_rank(self.h.value.ndim, a)
         self.h.value = a * self.h.value + (1 - a) * jnp.tanh(self.drive(x))
         return self.h.value
 

@@ -44,6 +44,7 @@ NAMES = [
     'add_hidden_perturbation_in_module',
     'compile',
     'compile_etrace_graph',
+    'conv',
     'einsum',
     'element_wise',
     'embedding',

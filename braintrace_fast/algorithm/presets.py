@@ -9,6 +9,7 @@ from ..compiler import ControlFlowPolicy, ETraceGraph
 from ..runtime.engine import Engine, FactorTransform
 from ..runtime.factorized import FactorizedEngine
 from ..runtime.materialized import MaterializedEngine
+from ..runtime.memory_budget import trace_room
 from .vjp import ETraceVjpAlgorithm
 
 __all__ = ['D_RTRL', 'ES_D_RTRL', 'IODimVjpAlgorithm', 'ParamDimVjpAlgorithm', 'pp_prop']
@@ -78,6 +79,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
             self.factor_transform(graph),
             self.stochastic_rounding,
             self.resolved_backend,
+            trace_room(self.memory_budget),
         )
 
     def factor_transform(self, graph: ETraceGraph) -> FactorTransform | None:

@@ -214,6 +214,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             lines = outlook(self.driver.outlook, trace, self.resolved_budget)
         else:
             lines = self.plan.lines()
+        refusal = self.engine.refuses_carry()
+        if refusal is not None:
+            lines = [*lines, refusal]
         backend = f'{self.resolved_backend.name} (asked for: {self.backend})'
         sections = {'Backend': [backend, *map(str, self.choices)]}
         if self._runs_in_windows():

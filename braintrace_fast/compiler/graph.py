@@ -66,12 +66,6 @@ class ETraceGraph(NamedTuple):
         """The step from which ``c``, ``L`` and ``R`` are read, built on first use."""
         return None if self.build_exit_perturb is None else self.build_exit_perturb()
 
-    @property
-    def can_carry(self) -> bool:
-        """Whether every traced op has rules to carry its trace from step to step."""
-        relations = self.hidden_param_op_relations
-        return all(relation.primitive.trace_rules is not None for relation in relations)
-
     def explain(
         self,
         *,

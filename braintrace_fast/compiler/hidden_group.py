@@ -12,6 +12,7 @@ from brainstate import HiddenGroupState
 from .._compat import Jaxpr, Var
 from .._typing import Path, PyTree
 from ..errors import NotSupportedError
+from ..kernels.promotion import common_type
 from .pretty import pretty
 
 __all__ = ['HiddenGroup']
@@ -147,7 +148,8 @@ class HiddenGroup(NamedTuple):
             value if width else u.math.expand_dims(value, axis=-1)
             for value, width in zip(splitted_hid_vals, self.widths, strict=True)
         ]
-        return u.math.concatenate(planes, axis=-1)
+        dtype = common_type(*(plane.dtype for plane in planes))
+        return u.math.concatenate([plane.astype(dtype) for plane in planes], axis=-1)
 
     def split_hidden(self, concat_hid_vals: jax.Array) -> list[jax.Array]:
         """Undo :meth:`concat_hidden`."""

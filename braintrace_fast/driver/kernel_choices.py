@@ -44,7 +44,8 @@ def kernel_choices(
         return []
     runner, engine = driver.executor.runner, driver.engine
     values = driver.executor.values()
-    before = entry if driver.graph.can_carry else None  # without it, one learns in fresh windows
+    carries = engine.refuses_carry() is None
+    before = entry if carries else None  # without it, one learns in fresh windows
 
     def step() -> Any:
         *_, factors = runner.run(example, *values)

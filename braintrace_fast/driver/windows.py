@@ -317,7 +317,7 @@ def window_traits(driver: 'Driver', step_bytes: int, state_bytes: int, has_effec
         state_bytes=state_bytes,
         is_small=driver.engine.is_small,
         refuses_backwards=refuses,
-        can_carry=driver.graph.can_carry,
+        can_carry=driver.engine.refuses_carry() is None,
     )
 
 

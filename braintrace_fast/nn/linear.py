@@ -6,8 +6,9 @@ import brainstate
 import saiunit as u
 
 from ..op import matmul, sparse_matmul
+from .factors import as_factor
 
-__all__ = ['Linear', 'SignedWLinear', 'SparseLinear']
+__all__ = ['Linear', 'ScaledWSLinear', 'SignedWLinear', 'SparseLinear']
 
 
 class Linear(brainstate.nn.Linear):
@@ -47,8 +48,48 @@ class Linear(brainstate.nn.Linear):
         params = self.weight.value
         weight = params['weight']
         if self.w_mask is not None:
-            weight = weight * self.w_mask
+            weight = weight * as_factor(self.w_mask, weight)
         return matmul(x, weight, params.get('bias'))
+
+
+class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
+    """A dense layer whose weight is standardised, with traced weight, gain and bias.
+
+    ``y = x @ (std(weight) * w_mask * gain) + bias``, where ``std`` takes the mean of each output's
+    weights from them and divides them by ``sqrt(max(inputs * variance, eps))``.
+
+    Parameters
+    ----------
+    in_size, out_size, w_init, b_init, w_mask, name, param_type
+        As for :class:`Linear`; the mask multiplies the standardised weight.
+    ws_gain : bool
+        Whether there is a gain, which starts at one. Default True.
+    eps : float
+        The least ``inputs * variance`` to divide by. Default 1e-4.
+
+    Attributes
+    ----------
+    weight : brainstate.ParamState
+        A dictionary with ``weight`` and, if there are such, ``bias`` and ``gain`` ``(1, outputs)``.
+
+    Examples
+    --------
+    >>> import braintrace_fast as braintrace
+    >>> import jax.numpy as jnp
+    >>> layer = braintrace.nn.ScaledWSLinear(3, 2)
+    >>> layer(jnp.ones((5, 3))).shape
+    (5, 2)
+    """
+
+    def update(self, x: Any) -> Any:
+        """Apply the layer to ``x`` of shape ``(..., in_size)``."""
+        params = self.weight.value
+
+        def standardised(weight: Any) -> Any:
+            weight = brainstate.nn.weight_standardization(weight, self.eps, params.get('gain'))
+            return weight if self.w_mask is None else weight * as_factor(self.w_mask, weight)
+
+        return matmul(x, params['weight'], params.get('bias'), weight_fn=standardised)
 
 
 class SignedWLinear(brainstate.nn.SignedWLinear):
@@ -79,7 +120,7 @@ class SignedWLinear(brainstate.nn.SignedWLinear):
         """Apply the layer to ``x`` of shape ``(..., in_size)``."""
         weight = u.math.abs(self.weight.value)
         if self.w_sign is not None:
-            weight = weight * self.w_sign
+            weight = weight * as_factor(self.w_sign, weight)
         return matmul(x, weight)
 
 

@@ -9,6 +9,7 @@ from brainstate.nn import init
 from brainstate.typing import Size
 
 from ..op import matmul
+from .factors import as_factor
 from .initializers import KAIMING_NORMAL, ZERO
 
 __all__ = ['LeakyRateReadout']
@@ -79,7 +80,8 @@ class LeakyRateReadout(brainstate.nn.Module):
 
     def update(self, x: Any) -> Any:
         """Take one step with input ``x`` of shape ``(..., in_size)``; returns the new ``r``."""
-        self.r.value = self.decay * self.r.value + matmul(x, self.W.value)
+        r = self.r.value
+        self.r.value = as_factor(self.decay, r) * r + matmul(x, self.W.value)
         return self.r.value
 
 

@@ -1,5 +1,6 @@
 """ETP ops: the operations whose weights an online learner can trace. One file per op."""
 
+from .conv import conv
 from .einsum import einsum
 from .element_wise import element_wise
 from .embedding import embedding
@@ -12,6 +13,7 @@ from .sparse_matmul import sparse_matmul
 __all__ = [
     'ETPPrimitive',
     'TraceRules',
+    'conv',
     'einsum',
     'element_wise',
     'embedding',

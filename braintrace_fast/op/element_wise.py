@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import saiunit as u
 
+from ..kernels.promotion import product
 from .primitive import TraceRules, Weights, register_primitive
 
 __all__ = ['element_wise', 'element_wise_p']
@@ -44,11 +45,11 @@ def _outer_sum(x: None, plane: jax.Array, **_: Any) -> Weights:
 
 
 def _decay(plane: jax.Array, trace: Weights, **_: Any) -> Weights:
-    return {'weight': plane * trace['weight']}
+    return {'weight': product(plane, trace['weight'])}
 
 
 def _contract(plane: jax.Array, trace: Weights, *, shape: tuple[int, ...]) -> Weights:
-    return {'weight': _sum_to_shape(plane * trace['weight'], shape)}
+    return {'weight': _sum_to_shape(product(plane, trace['weight']), shape)}
 
 
 element_wise_p = register_primitive(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..kernels.promotion import common_type, product, promoted
 from .primitive import TraceRules, Weights
 
 __all__ = ['outer_rules', 'outer_total', 'outer_vjp', 'weighted_sum']
@@ -82,7 +83,7 @@ def _narrow_first(x: jax.Array, y: jax.Array, *, groups: int, **options: Any) ->
 
 
 def _outer(x: jax.Array, plane: jax.Array, *, has_bias: bool = False, **_: Any) -> Weights:
-    trace = {'weight': x[..., :, None] * plane[..., None, :]}
+    trace = {'weight': product(x[..., :, None], plane[..., None, :])}
     return trace | {'bias': plane} if has_bias else trace
 
 
@@ -99,8 +100,8 @@ def _outer_sum(
 
 
 def _decay(plane: jax.Array, trace: Weights, *, has_bias: bool = False, **_: Any) -> Weights:
-    decayed = {'weight': plane[..., None, :] * trace['weight']}
-    return decayed | {'bias': plane * trace['bias']} if has_bias else decayed
+    decayed = {'weight': product(plane[..., None, :], trace['weight'])}
+    return decayed | {'bias': product(plane, trace['bias'])} if has_bias else decayed
 
 
 def _contract(
@@ -112,7 +113,7 @@ def _contract(
     else:
         result = {'weight': weighted_sum(planes, traces)}
     if has_bias:
-        result['bias'] = _sum_leading(plane * trace['bias'], 1 + groups)
+        result['bias'] = _sum_leading(product(plane, trace['bias']), 1 + groups)
     return result
 
 
@@ -127,8 +128,7 @@ def _one_batch(a: jax.Array, own: int) -> jax.Array:
 
 def _narrow_sum(planes: jax.Array, traces: jax.Array, groups: int) -> jax.Array:
     """``sum_b planes[b] * traces[b]`` of traces that are uniform over outputs."""
-    dtype = jnp.result_type(planes, traces)
-    inputs, planes = traces[..., 0].astype(dtype), planes.astype(dtype)
+    inputs, planes = promoted(traces[..., 0], planes)
     return outer_total(inputs, planes, groups, precision=lax.Precision.HIGHEST)
 
 
@@ -138,7 +138,7 @@ def weighted_sum(planes: jax.Array, traces: jax.Array) -> jax.Array:
 
 
 def _sum_at_once(planes: jax.Array, traces: jax.Array) -> jax.Array:
-    return (planes[..., None, :] * traces).sum(0)
+    return product(planes[..., None, :], traces).sum(0)
 
 
 def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
@@ -149,13 +149,13 @@ def _sum_in_blocks(planes: jax.Array, traces: jax.Array) -> jax.Array:
     before, which then cannot be overwritten; it does not in a loop, nor for a whole block.
     """
     num = len(planes)
-    total = jnp.zeros((*traces.shape[1:-1], planes.shape[-1]), jnp.result_type(planes, traces))
+    total = jnp.zeros((*traces.shape[1:-1], planes.shape[-1]), common_type(planes, traces))
     if not num:
         return total
 
     def add_block(total: jax.Array, first: Any, size: int) -> jax.Array:
         block = [lax.dynamic_slice_in_dim(a, first, size) for a in (planes, traces)]
-        return sum((p[..., None, :] * e for p, e in zip(*block, strict=True)), total)
+        return sum((product(p[..., None, :], e) for p, e in zip(*block, strict=True)), total)
 
     size = BLOCK if num >= BLOCK else max(num // 2, 1)
     blocks, rest = divmod(num, size)

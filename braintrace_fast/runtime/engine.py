@@ -59,6 +59,12 @@ class Engine(Protocol):
         Sequences are then learned step by step, and :meth:`window` is not called.
         """
 
+    def refuses_carry(self) -> str | None:
+        """Why no trace can be carried from step to step; None if one can.
+
+        Then only fresh sequences can be learned, which need none.
+        """
+
     def refuses_restarts(self) -> str | None:
         """Why some examples cannot start anew while others go on; None if they can."""
 

@@ -86,6 +86,9 @@ class FactorizedEngine:
         """Weights that vary in time are refused: they cannot be pulled back once per window."""
         return varying_weights(self.relations)
 
+    def refuses_carry(self) -> None:
+        """Nothing is refused: the trace is small."""
+
     def refuses_restarts(self) -> str:
         """They are refused: one count of steps serves all examples."""
         return (
@@ -147,7 +150,7 @@ class FactorizedEngine:
             c = signals.c[op]
             signal = self._weighted(op, fs, signals.L)
             if signal is not None:
-                signal = sum_leading(signal / self.bias(step.elapsed), c.ndim)
+                signal = sum_leading(signal / self.bias(step.elapsed, signal.dtype), c.ndim)
                 total.add_product(op, xs[op], signal, factors.varying[op])
             if self.direct[op] or not relation.is_static:
                 total.add_present(op, factors, c, self._weighted(op, factors.f, signals.L))
@@ -171,7 +174,9 @@ class FactorizedEngine:
         for op, relation in enumerate(self.relations):
             signal = self._weighted(op, fs, signals)
             if signal is not None:
-                signal = sum_leading(signal / self.bias(elapsed), relation.y_var.aval.ndim)
+                signal = sum_leading(
+                    signal / self.bias(elapsed, signal.dtype), relation.y_var.aval.ndim
+                )
                 total.add_product(op, xs[op], signal, varying[op])
 
     def _weighted(self, op: int, planes: LinkPlanes, by: GroupPlanes) -> Plane:
@@ -251,7 +256,7 @@ class FactorizedEngine:
         if signals is None:
             return None, None, None
         c = signals.c[op]
-        indices = steps.elapsed + jnp.arange(c.shape[0])
+        indices = steps.elapsed + jnp.arange(c.shape[0], dtype=steps.elapsed.dtype)
 
         def weighted(planes: LinkPlanes, by: GroupPlanes) -> Plane:
             plane = self._weighted(op, planes, by)
@@ -277,7 +282,7 @@ class FactorizedEngine:
         """A plane of all steps, each divided by its bias."""
         if plane is None:
             return None
-        bias = self.bias(indices).astype(plane.dtype)
+        bias = self.bias(indices, plane.dtype)
         return plane / bias.reshape(-1, *[1] * (plane.ndim - 1))
 
     def _last_x(
@@ -298,10 +303,10 @@ class FactorizedEngine:
             if link.op in ops
         }
 
-    def bias(self, step: jax.Array) -> jax.Array:
+    def bias(self, step: jax.Array, dtype: Any) -> jax.Array:
         """The correction for the steps that the smoothing has not yet seen."""
-        correction = jnp.maximum(1 - self.decay_f ** (step + 1.0), 1e-8)
-        return jnp.where(step < 1000, correction, 1.0)
+        correction = jnp.maximum(1 - self.decay_f ** (step.astype(float) + 1.0), 1e-8)
+        return jnp.where(step < 1000, correction, 1.0).astype(dtype)
 
 
 def _total_x(relation: HiddenParamOpRelation, x: jax.Array, scales: jax.Array) -> jax.Array:

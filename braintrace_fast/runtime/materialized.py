@@ -28,6 +28,7 @@ from .gradient import GradientSum, slopes_of
 from .links import Link, group_plane, links_of, links_to, x_shape
 from .op_rules import bound_rules, operand, plane_views, varying_weights
 from .trace_planes import direct_ops, trace_planes
+from .trace_room import too_large
 
 __all__ = ['MaterializedEngine']
 
@@ -71,6 +72,8 @@ class MaterializedEngine:
         Whether traces in bfloat16 are rounded at random, with the right mean.
     backend : Backend
         What to run kernels with.
+    room : int, optional
+        The most bytes that the trace may take. A larger one is neither made nor carried.
     """
 
     is_small = False
@@ -83,6 +86,7 @@ class MaterializedEngine:
         transform: FactorTransform | None = None,
         stochastic: bool = False,
         backend: Backend = PLAIN,
+        room: int | None = None,
     ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
@@ -97,10 +101,24 @@ class MaterializedEngine:
         self.planes = [trace_planes(graph, link, chunks, copies) for link in self.links]
         # Kernels take planes of one shape, and every element draws its own random bits.
         self.compresses = backend.name == 'jax' and not stochastic
+        self.too_large = too_large(self.relations, self.links, self.trace_shape(), room)
+        if self.too_large is not None:
+            self.planes = [planes.not_kept() for planes in self.planes]
 
     def refuses_windows(self) -> str | None:
         """Weights that vary in time are refused: they cannot be pulled back once per window."""
         return varying_weights(self.relations)
+
+    def refuses_carry(self) -> str | None:
+        """Ops without trace rules are refused, and traces that there is no room for."""
+        for relation in self.relations:
+            if relation.primitive.trace_rules is None:
+                return (
+                    f'{relation.source}: {relation.primitive} has no trace rules, so its trace '
+                    'cannot be carried from step to step. Register them with '
+                    "register_primitive(trace_rules=...), or use etrace_grad(..., trace='fresh')."
+                )
+        return self.too_large
 
     def refuses_restarts(self) -> None:
         """Nothing is refused."""
@@ -119,7 +137,7 @@ class MaterializedEngine:
 
     def advance(self, step: Steps) -> Trace:
         """The trace after a step."""
-        self._check_rules()
+        self._check_carry()
         entry, factors = _entry(step), self._factors(step.factors)
         new = []
         for link in self.links:
@@ -188,7 +206,7 @@ class MaterializedEngine:
         signals = None if steps.signals is None else self._signals(steps.signals)
         carries = steps.entry is not None
         if carries:
-            self._check_rules()
+            self._check_carry()
         adjoint = self._adjoint(factors, signals, carries)
         if carries:
             return self._carry(total, adjoint, factors, steps, overwrite)
@@ -351,14 +369,10 @@ class MaterializedEngine:
         groups = len(self.graph.hidden_groups)
         return step * (len(self.relations) * groups) + link.op * groups + link.group.index
 
-    def _check_rules(self) -> None:
-        for relation in self.relations:
-            if relation.primitive.trace_rules is None:
-                raise NotSupportedError(
-                    f'{relation.source}: {relation.primitive} has no trace rules, so its trace '
-                    'cannot be carried from step to step. Register them with '
-                    "register_primitive(trace_rules=...), or use etrace_grad(..., trace='fresh')."
-                )
+    def _check_carry(self) -> None:
+        reason = self.refuses_carry()
+        if reason is not None:
+            raise NotSupportedError(reason)
 
 
 def _add_products(total: GradientSum, factors: Factors, adjoint: Adjoint) -> None:

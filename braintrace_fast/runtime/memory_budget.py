@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-__all__ = ['default_budget', 'parse_bytes', 'show_bytes']
+__all__ = ['default_budget', 'parse_bytes', 'show_bytes', 'trace_room']
 
 SHARE = 4
 """By default, a window may take one part in so many of the free memory."""
@@ -69,6 +69,16 @@ def default_budget() -> int:
     """
     free = _free_bytes()
     return UNKNOWN if free is None else 2 ** max(20, int(math.log2(max(free, 1) / SHARE)))
+
+
+def trace_room(budget: int | None) -> int | None:
+    """The most bytes that a carried trace may take; None if nobody knows.
+
+    That is half of the memory that is free now, as there is an old trace and a new one; or more,
+    if the user gives windows a larger budget.
+    """
+    free = _free_bytes()
+    return None if free is None else max(budget or 0, free // 2)
 
 
 def _free_bytes() -> int | None:

@@ -131,7 +131,7 @@ class Traits(NamedTuple):
     refuses_backwards : str or None
         Why windows cannot run from the last to the first; None if they can.
     can_carry : bool
-        Whether every op can carry a trace.
+        Whether a trace can be carried at all.
     """
 
     step_bytes: int
@@ -247,12 +247,12 @@ def _without_trace(
         return Plan(((1, length),), f'all fit, and need no trace{how}', budget, count)
     if not backwards:
         return None
-    return _backwards(length, budget, traits, count, how, show_bytes(tree_bytes(args[1])))
+    plan = _backwards(length, budget, traits, count)
+    instead = f', instead of one of {show_bytes(tree_bytes(args[1]))}' if traits.can_carry else ''
+    return dataclasses.replace(plan, reason=f'{plan.reason}{how}; no trace{instead}')
 
 
-def _backwards(
-    length: int, budget: int, traits: Traits, count: Count, how: str, trace: str
-) -> Plan:
+def _backwards(length: int, budget: int, traits: Traits, count: Count) -> Plan:
     """Windows from the last to the first, and the states at the entry of each."""
 
     def with_entries(windows: float) -> Count:
@@ -263,7 +263,6 @@ def _backwards(
     steps, reason = _longest_that_pay(length, traits.enough, budget, at_most)
     windows = split(length, steps, even=True)
     number = sum(count for count, _ in windows)
-    reason = f'{reason}{how}; no trace, instead of one of {trace}'
     return Plan(windows, reason, budget, with_entries(number), backwards=True)
 
 

@@ -27,6 +27,10 @@ class TracePlanes:
     kept: tuple[bool, ...]
     uniform: tuple[bool, ...]
 
+    def not_kept(self) -> 'TracePlanes':
+        """The same where none is carried."""
+        return dataclasses.replace(self, kept=(False,) * len(self.kept))
+
 
 def trace_planes(graph: ETraceGraph, link: Link, entry_is_read: bool, copies: int) -> TracePlanes:
     """The planes of a link's trace.
@@ -45,11 +49,10 @@ def trace_planes(graph: ETraceGraph, link: Link, entry_is_read: bool, copies: in
     alive = _alive(link)
     read = [True] * len(alive) if entry_is_read else _read_again(graph, link)
     kept = [*(a and r for a, r in zip(alive, read, strict=True)), *alive * (copies - 1)]
-    if link.relation.primitive.trace_rules is None:  # it may be learned in fresh windows
-        kept = [False] * len(kept)
-    return TracePlanes(
-        tuple(alive * copies), tuple(kept), tuple(_uniform(graph, link, alive) * copies)
-    )
+    uniform = _uniform(graph, link, alive) * copies
+    planes = TracePlanes(tuple(alive * copies), tuple(kept), tuple(uniform))
+    # Without rules, it may be learned in fresh windows.
+    return planes if link.relation.primitive.trace_rules is not None else planes.not_kept()
 
 
 def direct_ops(graph: ETraceGraph) -> Sequence[bool]:

@@ -130,7 +130,7 @@ def _slopes(
         size = step * jnp.maximum(jnp.abs(leaf).max(), 1e-3)
 
         def slope(index: jax.Array) -> jax.Array:
-            shift = (size * (jnp.arange(leaf.size) == index)).reshape(leaf.shape)
+            shift = jnp.where(jnp.arange(leaf.size) == index, size, 0.0).reshape(leaf.shape)
             above, below = (
                 loss([*leaves[:place], leaf + sign * shift, *leaves[place + 1 :]])
                 for sign in (1, -1)

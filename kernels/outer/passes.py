@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._pallas import result
+from ..promotion import common_type, product
 from ..rounding import keys
 from .operands import TraceOperands
 
@@ -166,7 +167,7 @@ class PlaneRules(NamedTuple):
 
     def decay(self, plane: jax.Array, trace: Any) -> dict[str, jax.Array]:
         """The product of plane and trace."""
-        return {name: plane.astype(jnp.float32) * trace[name] for name in self.names}
+        return {name: product(plane.astype(jnp.float32), trace[name]) for name in self.names}
 
     def contract(self, plane: jax.Array, trace: Any) -> dict[str, jax.Array]:
         """Their product, summed over batch."""
@@ -205,7 +206,7 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
             None if given.live is None else given.live.reshape(1, 1),
         ),
         {s: kept[s].dtype for s in kept if s in fresh or any(s == p for p, _ in decay)},
-        jnp.result_type(*(a.dtype for a in summed)) if signal else None,
+        common_type(*(a.dtype for a in summed)) if signal else None,
         batch,
         inputs,
         outputs,

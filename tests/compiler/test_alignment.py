@@ -325,7 +325,7 @@ SHAPES = {
     'spread one position by a product': Case(
         lambda x: x[:, :1] * jnp.ones((2, 3)), conservative=SPREADS
     ),
-    'multiply by an axis of size one': Case(lambda x: x * jnp.ones((4, 1, 3)), (2, 3)),
+    'multiply by an axis of size one': Case(lambda x: x[None] * jnp.ones((4, 1, 3)), (2, 3)),
     'multiply free axes': state(lambda h: h[..., :1] * h),
     'sum of two single positions': Case(lambda x: x[..., 0] + x[..., 1]),
     'expand dims': Case(lambda x: jnp.expand_dims(x, (0, 2))),
@@ -605,7 +605,9 @@ CONTROL_FLOW = {
     'cond with a constant branch': Case(branches(jnp.tanh, lambda x: jnp.ones((2, 3)))),
     'cond that mixes in a branch': Case(branches(jnp.tanh, lambda x: x.cumsum(1))),
     'cond of shifted': Case(branches(lambda x: x, shifted)),
-    'switch': Case(lambda x: lax.switch((x[0, 0] > 0) + 1, [jnp.sin, jnp.cos, jnp.tanh], x)),
+    'switch': Case(
+        lambda x: lax.switch(1 + jnp.int32(x[0, 0] > 0), [jnp.sin, jnp.cos, jnp.tanh], x)
+    ),
     'scan': Case(lambda x: lax.scan(lambda h, k: (jnp.tanh(k * h), h), x, jnp.arange(3.0))),
     'scan over states': state(
         lambda h: lax.scan(lambda a, b: (a + jnp.sin(b), a * b), h[..., 0], jnp.moveaxis(h, -1, 0))
@@ -849,13 +851,13 @@ EVEN = {
     'element by element': lambda h: jnp.exp(h) * 2 - jnp.sqrt(h),
     'exprel, of either version': u.math.exprel,
     'a function with a rule': jax.nn.relu,
-    'another shape': lambda h: h.T[1:].reshape(-1, 1) + jnp.ones(3),
+    'another shape': lambda h: h.T[1:].reshape(-1, 1) + jnp.ones((1, 3)),
 }
 UNEVEN = {
     'a place': lambda h: h + lax.broadcasted_iota(h.dtype, h.shape, 0),
     'two together': lambda h: jnp.concatenate([h, 2 * h]),
     'a sum to each place': lambda h: jnp.cumsum(h, axis=0),
-    'an array': lambda h: jax.jit(lambda a: a + np.arange(3.0))(h),
+    'an array': lambda h: jax.jit(lambda a: a + np.arange(3.0)[None])(h),
 }
 
 
@@ -892,7 +894,7 @@ OWN = [{0}, {1}, {2}]
 ALL = [{0, 1, 2}] * 3
 TRACKED = {
     'identity': (lambda h: h, OWN),
-    'elementwise': (lambda h: jnp.tanh(h) * jnp.arange(3.0), OWN),
+    'elementwise': (lambda h: jnp.tanh(h) * jnp.arange(3.0)[None, None], OWN),
     'stack of indices': (separately, [{0}, {0, 1}, {2}]),
     'stack of unstacked': (unstacked, [{1, 2}, {2}, {0}]),
     'concatenation of a split': (split, [{2, 3}, {0, 3}, {1}]),

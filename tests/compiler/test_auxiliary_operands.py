@@ -10,6 +10,7 @@ import pytest
 
 import braintrace_fast as btf
 from tests.compiler.checks import draw, param
+from tests.models import of_rank
 from tests.op import sparse
 
 STEPS, BATCH = 7, 3
@@ -36,7 +37,7 @@ class Layer(brainstate.nn.Module):
         return self.op.bind(x, 2 * self.w.value, self.rows, self.cols, size=sparse.OUTPUTS)
 
     def update(self, x):
-        decay = jnp.tanh(btf.element_wise(self.leak.value))
+        decay = of_rank(self.h.value.ndim, jnp.tanh(btf.element_wise(self.leak.value)))
         self.h.value = jnp.tanh(decay * self.h.value + self.drive(x))
         return self.h.value
 

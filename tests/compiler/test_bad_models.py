@@ -108,7 +108,7 @@ class ComplexState(Leaky):
         self.z = brainstate.HiddenState(jnp.zeros(N, complex))
 
     def leak(self, h):
-        self.z.value = 0.9j * self.z.value + h
+        self.z.value = 0.9j * self.z.value + h.astype(complex)
         return 0.8 * h + self.z.value.real
 
 
@@ -118,7 +118,7 @@ class ComplexOp(Leaky):
         self.turn = brainstate.ParamState(jnp.full(N, 0.5 + 0.5j))
 
     def leak(self, h):
-        return (btf.element_wise(self.turn.value) * h).real
+        return (btf.element_wise(self.turn.value) * h.astype(complex)).real
 
 
 class NotInitialised(Leaky):

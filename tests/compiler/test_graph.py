@@ -315,7 +315,7 @@ class Refractory(Leaky):
         self.wait = brainstate.HiddenState(jnp.arange(N))
 
     def leak(self, h):
-        self.wait.value = jnp.maximum(self.wait.value - 1, 0) + 3 * (h > 1)
+        self.wait.value = jnp.maximum(self.wait.value - 1, 0) + 3 * (h > 1).astype(int)
         return jnp.where(self.wait.value > 1, 0.5, 0.9) * h
 
 
@@ -324,7 +324,7 @@ def test_a_hidden_state_of_whole_numbers_is_carried_only():
     assert list(graph.hid_path_to_group) == [('h',)]
     assert graph.hidden_perturb.perturb_hidden_paths == [('h',)]
     _, new, _, _ = graph.module_info.jaxpr_call(x)
-    true = np.maximum(model.wait.value - 1, 0) + 3 * (model.h.value > 1)
+    true = np.maximum(model.wait.value - 1, 0) + 3 * np.asarray(model.h.value > 1)
     assert np.array_equal(new[('wait',)], true)
     assert_step_gradient_is_exact(model, evaluate(graph, x), x)
 

@@ -204,7 +204,7 @@ def test_jacrev_last_dim_is_the_jacobian_over_the_last_axis():
     values = draw(2, N, 3)
     jacobian = jacrev_last_dim(lambda h: jnp.sin(h) @ A.T, values)
     assert jacobian.shape == (2, N, 3, 3)
-    assert_close(jacobian, A * jnp.cos(values)[..., None, :])
+    assert_close(jacobian, A[None, None] * jnp.cos(values)[..., None, :])
 
 
 def test_jacrev_last_dim_refuses_another_number_of_states():
@@ -327,7 +327,7 @@ def test_merging_is_reported():
 
 
 def broadcast(y, a, b, c):
-    return 0.9 * a + y, 0.8 * b + a, 0.7 * c + a[..., :1]
+    return 0.9 * a + y, 0.8 * b + a[None], 0.7 * c + a[..., :1]
 
 
 def test_only_equal_shapes_connect():
@@ -422,7 +422,7 @@ class TwoTypes(Leaky):
         self.s = brainstate.HiddenState(jnp.full(N, 0.5, jnp.float32))
 
     def leak(self, h):
-        new = 0.8 * h + self.s.value**2
+        new = 0.8 * h + (self.s.value**2).astype(h.dtype)
         self.s.value = 0.5 * self.s.value + 0.1 * h.astype(jnp.float32)
         return new
 

@@ -29,7 +29,7 @@ from tests.compiler.test_table import (
     flat,
     projection_loss,
 )
-from tests.models import hidden, parameter, spike_by_jvp, spike_by_vjp
+from tests.models import hidden, of_rank, parameter, spike_by_jvp, spike_by_vjp
 from tests.oracles.dense import factor_oracle, plain_ops
 from tests.oracles.step import Values, state_values, step_function
 
@@ -181,6 +181,7 @@ def evaluate(expression: Expression, env: dict[Expression, jax.Array]) -> jax.Ar
     if expression in env:
         return env[expression]
     values = [evaluate(operand, env) for operand in operands]
+    values = [of_rank(max(v.ndim for v in values), v) for v in values]
     return ({**POSITION_WISE, **MIXING} if len(values) == 1 else BINARY)[name](*values)
 
 
@@ -383,7 +384,7 @@ MEETING = {
     'added to neighbours': (lambda h: h.at[..., 1:].add(0.1 * h[..., :-1]), 1.0),
     'two swapped': (
         lambda h: jnp.concatenate([h[..., 1:2], h[..., :1], h[..., 2:]], -1),
-        lambda h: jnp.asarray([0.0, 0.0, 1.0]) + 0 * h,
+        lambda h: jnp.broadcast_to(jnp.asarray([0.0, 0.0, 1.0]), h.shape),
     ),
     'with its transpose': (lambda h: h + 0.5 * (h.T if h.ndim == 2 else h[..., ::-1]), 1.0),
 }

@@ -15,6 +15,7 @@ import saiunit as u
 import braintrace_fast as btf
 from tests.compiler.checks import assert_close, build, draw
 from tests.models import N_IN, N, alif, lif
+from tests.promotion import promoting
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -83,10 +84,10 @@ MODELS = {
 
 def compiled(library: ModuleType, name: str, batch: int | None) -> tuple[Any, Any]:
     """A graph, and the values of its step's variables."""
-    model = build(lambda: MODELS[name](library), batch)
     x = draw(N_IN) if batch is None else draw(batch, N_IN)
-    graph = library.compile_etrace_graph(model, x)
-    *_, temps = graph.module_info.jaxpr_call(x)
+    with promoting(library is not btf):
+        graph = library.compile_etrace_graph(build(lambda: MODELS[name](library), batch), x)
+        *_, temps = graph.module_info.jaxpr_call(x)
     return graph, temps
 
 

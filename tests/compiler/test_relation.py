@@ -286,7 +286,7 @@ class TwoParameters(Leaky):
         self.gain = param(N)
 
     def weight(self):
-        return self.W.value * jnp.exp(self.gain.value)
+        return self.W.value * jnp.exp(self.gain.value)[None]
 
 
 def test_a_weight_of_two_parameters_is_traced_for_both():
@@ -298,8 +298,8 @@ def test_a_weight_of_two_parameters_is_traced_for_both():
     weight, gain = values_of(model, way)
     cotangent = draw(*weight.shape, seed=8)
     for_weight, for_gain = way.pull_back([weight, gain], cotangent)
-    assert_close(for_weight, cotangent * jnp.exp(gain))
-    assert_close(for_gain, jnp.sum(cotangent * weight * jnp.exp(gain), axis=0))
+    assert_close(for_weight, cotangent * jnp.exp(gain)[None])
+    assert_close(for_gain, jnp.sum(cotangent * weight * jnp.exp(gain)[None], axis=0))
     traced = dict(btf.CompilationReport(graph).etrace_weights)
     assert traced == {W: [0], ('gain',): [0]}
     assert_exact(model, graph, x)
@@ -557,7 +557,8 @@ class Masked(Leaky):
         self.W = brainstate.ParamState({'mask': mask, 'weight': self.W.value})
 
     def drive(self, x):
-        weight = self.W.value['weight'] * self.W.value['mask']
+        weight, mask = self.W.value['weight'], self.W.value['mask']
+        weight = weight * mask.astype(weight.dtype)
         return btf.matmul(jnp.concatenate([x, self.h.value], axis=-1), weight)
 
 
@@ -570,4 +571,4 @@ def test_integers_of_a_parameter_are_read_and_not_trained(x64):
     value = model.W.value
     cotangent = draw(N_IN + N, N)
     (pulled,) = way.pull_back([value['weight'], value['mask']], cotangent)
-    assert_close(pulled, cotangent * value['mask'])
+    assert_close(pulled, cotangent * value['mask'].astype(float))

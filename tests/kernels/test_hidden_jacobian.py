@@ -113,6 +113,7 @@ class Leaky:
 
     def evaluate(self, row, constants, inputs):
         (one, by_column, by_row), (h, y) = constants, inputs
+        by_column = jnp.expand_dims(by_column, tuple(range(h.ndim - 1)))
         return jnp.tanh(h * one + y * by_column) * by_row + self.scale * h * y
 
     @staticmethod
@@ -228,7 +229,8 @@ class ByNumber(Leaky):
     """A power whose exponent is of another type."""
 
     def evaluate(self, row, constants, inputs):
-        return jax.lax.pow(inputs[0], jnp.int64(3)) * inputs[1]
+        with jax.numpy_dtype_promotion('standard'):  # in JAX's own rule for its derivative
+            return jax.lax.pow(inputs[0], jnp.int64(3)) * inputs[1]
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])
@@ -248,7 +250,7 @@ def ramp_forward(h):
 
 
 def ramp_backward(h, cotangent):
-    return (cotangent * (1 + jnp.arange(h.shape[-1], dtype=h.dtype)),)
+    return (cotangent * (1 + jnp.arange(h.shape[-1], dtype=h.dtype))[None],)
 
 
 ramp.defvjp(ramp_forward, ramp_backward)
@@ -263,12 +265,12 @@ class Ramp(Leaky):
 
 class RampInside(Ramp):
     def evaluate(self, row, constants, inputs):
-        return inputs[0] * jax.jit(lambda: jnp.arange(4.0))() + inputs[1]
+        return inputs[0] * jax.jit(lambda: jnp.arange(4.0))()[None] + inputs[1]
 
 
 class Total(Ramp):
     def evaluate(self, row, constants, inputs):
-        return inputs[0] * jnp.ones((3, 4)).sum(0) + inputs[1]
+        return inputs[0] * jnp.ones((3, 4)).sum(0, keepdims=True) + inputs[1]
 
 
 @pytest.mark.parametrize('kernel', [triton, mosaic], ids=['triton', 'mosaic'])

@@ -142,7 +142,12 @@ def test_the_product_is_counted_with_what_is_read(op, backend, stored):
 
     def both(backend, product=product, **options):
         run = call(op, backend, rules, **options)
-        return lambda x, *rest: run(x, *rest, w=w, total=product(x, w))
+
+        def counted(x, *rest):
+            own = w.astype(x.dtype)
+            return run(x, *rest, w=own, total=product(x, own))
+
+        return counted
 
     assert asked(w=w, total=product(x, w)) is None
     found, plain = jax.jit(both(backend, interpret=True)), both('reference')

@@ -11,6 +11,7 @@ import pytest
 import saiunit as u
 
 from braintrace_fast import nn
+from tests.promotion import promoting
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -45,6 +46,49 @@ def minimal(cell: Any, x: jax.Array, old: Values) -> Values:
     return {'h': f * old['h'] + (1 - f) * z}
 
 
+def urlstm(cell: Any, x: jax.Array, old: Values) -> Values:
+    weights = (layer.weight.value['weight'] for layer in (cell.Wu, cell.Wf, cell.Wr, cell.Wo))
+    candidate, f, r, o = (jnp.concatenate([x, old['h']], -1) @ weight for weight in weights)
+    f, r = jax.nn.sigmoid(f + cell.bias.value), jax.nn.sigmoid(r - cell.bias.value)
+    g = r * (1 - (1 - f) ** 2) + (1 - r) * f**2
+    c = g * old['c'] + (1 - g) * jnp.tanh(candidate)
+    return {'c': c, 'h': jax.nn.sigmoid(o) * jnp.tanh(c)}
+
+
+def mgu(cell: Any, x: jax.Array, old: Values) -> Values:
+    h = old['h']
+    f = jax.nn.sigmoid(dense(cell.Wf, x, h))
+    return {'h': (1 - f) * h + f * jnp.tanh(dense(cell.Wh, x, f * h))}
+
+
+def mini_gru(cell: Any, x: jax.Array, old: Values) -> Values:
+    z = jax.nn.sigmoid(dense(cell.W_z, x, old['h']))
+    return {'h': (1 - z) * old['h'] + z * dense(cell.W_x, x)}
+
+
+def mini_lstm(cell: Any, x: jax.Array, old: Values) -> Values:
+    f, i = (jax.nn.sigmoid(dense(layer, x, old['h'])) for layer in (cell.W_f, cell.W_i))
+    return {'h': f * old['h'] + i * dense(cell.W_x, x)}
+
+
+def cfn(cell: Any, x: jax.Array, old: Values) -> Values:
+    f, i = (jax.nn.sigmoid(dense(layer, x, old['h'])) for layer in (cell.Wf, cell.Wi))
+    return {'h': f * jnp.tanh(old['h']) + i * jnp.tanh(dense(cell.Wh, x))}
+
+
+def lru(cell: Any, x: jax.Array, old: Values) -> Values:
+    """In complex numbers."""
+
+    def matrix(name: str) -> jax.Array:
+        re, im = (getattr(cell, f'{name}_{part}').weight.value['weight'] for part in ('re', 'im'))
+        return jax.lax.complex(re, im)
+
+    turn = jnp.exp(jax.lax.complex(-jnp.exp(cell.nu_log.value), jnp.exp(cell.theta_log.value)))
+    inputs = jnp.exp(cell.gamma_log.value).astype(complex) * (x.astype(complex) @ matrix('B'))
+    h = turn * jax.lax.complex(old['h_re'], old['h_im']) + inputs
+    return {'h_re': h.real, 'h_im': h.imag, 'y': (h @ matrix('C')).real + cell.D.value * x}
+
+
 def readout(cell: Any, x: jax.Array, old: Values) -> Values:
     return {'r': jnp.exp(-0.1 / 5.0) * old['r'] + x @ cell.W.value}
 
@@ -54,6 +98,7 @@ class Case(NamedTuple):
     formula: Callable[[Any, jax.Array, Values], Values]
     states: tuple[str, ...]
     output: str
+    state_init: str | None = 'state_init'
 
 
 CASES = {
@@ -61,7 +106,13 @@ CASES = {
     'gru': Case(nn.GRUCell, gru, ('h',), 'h'),
     'lstm': Case(nn.LSTMCell, lstm, ('c', 'h'), 'h'),
     'minimal': Case(nn.MinimalRNNCell, minimal, ('h',), 'h'),
-    'readout': Case(nn.LeakyRateReadout, readout, ('r',), 'r'),
+    'urlstm': Case(nn.URLSTMCell, urlstm, ('c', 'h'), 'h'),
+    'mgu': Case(nn.MGUCell, mgu, ('h',), 'h'),
+    'mini_gru': Case(nn.MiniGRU, mini_gru, ('h',), 'h'),
+    'mini_lstm': Case(nn.MiniLSTM, mini_lstm, ('h',), 'h'),
+    'cfn': Case(nn.CFNCell, cfn, ('h',), 'h'),
+    'lru': Case(nn.LRUCell, lru, ('h_im', 'h_re'), 'y', None),
+    'readout': Case(nn.LeakyRateReadout, readout, ('r',), 'r', 'r_init'),
 }
 
 
@@ -82,18 +133,20 @@ def test_steps_follow_the_formula(case: Case, batch: int | None) -> None:
     rng = np.random.default_rng(0)
     for _ in range(3):
         x, old = jnp.asarray(rng.normal(size=(*lead, N_IN))), values(cell)
-        expected = case.formula(cell, x, old)
+        with promoting():
+            expected = case.formula(cell, x, old)
         output = cell(x)
         for name, value in values(cell).items():
             np.testing.assert_allclose(value, expected[name], rtol=1e-12, atol=1e-14)
             assert value.dtype == jnp.float64
-        np.testing.assert_array_equal(output, values(cell)[case.output])
+        np.testing.assert_allclose(output, expected[case.output], rtol=1e-12, atol=1e-14)
     assert jnp.any(output != 0)
 
 
 @pytest.mark.parametrize('batch', [None, 5])
 def test_states_start_and_restart_at_their_initial_value(case: Case, batch: int | None) -> None:
-    option = {'r_init' if 'r' in case.states else 'state_init': brainstate.nn.init.Constant(0.5)}
+    start = 0.0 if case.state_init is None else 0.5
+    option = {} if case.state_init is None else {case.state_init: brainstate.nn.init.Constant(0.5)}
     cell = case.make(N_IN, N, **option)
     lead = () if batch is None else (batch,)
     cell.init_state(batch)
@@ -103,7 +156,7 @@ def test_states_start_and_restart_at_their_initial_value(case: Case, batch: int 
     cell.reset_state(batch)
     for path, state in cell.states(brainstate.HiddenState).items():
         assert state is first[path]
-        np.testing.assert_array_equal(state.value, np.full((*lead, N), 0.5))
+        np.testing.assert_array_equal(state.value, np.full((*lead, N), start))
 
 
 def test_a_cell_in_a_scan_has_the_gradient_of_its_formula(case: Case) -> None:
@@ -118,9 +171,10 @@ def test_a_cell_in_a_scan_has_the_gradient_of_its_formula(case: Case) -> None:
 
     def by_formula() -> jax.Array:
         state, total = start, 0.0
-        for x in xs:
-            state = case.formula(cell, x, state)
-            total += jnp.sin(state[case.output]).sum()
+        with promoting():
+            for x in xs:
+                state = case.formula(cell, x, state)
+                total += jnp.sin(state[case.output]).sum()
         return total
 
     found, expected = (brainstate.transform.grad(f, parameters)() for f in (by_cell, by_formula))
@@ -130,7 +184,10 @@ def test_a_cell_in_a_scan_has_the_gradient_of_its_formula(case: Case) -> None:
         assert jnp.any(b != 0)
 
 
-@pytest.mark.parametrize('make', [nn.ValinaRNNCell, nn.GRUCell, nn.LSTMCell])
+ACTIVE = [nn.CFNCell, nn.GRUCell, nn.LSTMCell, nn.MGUCell, nn.URLSTMCell, nn.ValinaRNNCell]
+
+
+@pytest.mark.parametrize('make', ACTIVE)
 def test_an_activation_is_a_name_or_a_function(make: Callable[..., Any]) -> None:
     assert make(N_IN, N, activation='softplus').activation is brainstate.nn.softplus
     assert make(N_IN, N, activation=jnp.sin).activation is jnp.sin
@@ -148,8 +205,9 @@ def test_minimal_cell_takes_a_phi() -> None:
         nn.MinimalRNNCell(N, N, phi=3)
 
 
-def test_sizes_may_be_tuples(case: Case) -> None:
-    cell = case.make((N_IN,), (N,))
+@pytest.mark.parametrize('name', sorted({*CASES} - {'lru'}))
+def test_sizes_may_be_tuples(name: str) -> None:
+    cell = CASES[name].make((N_IN,), (N,))
     cell.init_state(5)
     assert (cell.in_size, cell.out_size) == ((N_IN,), (N,))
     assert cell(jnp.ones((5, N_IN))).shape == (5, N)
@@ -163,4 +221,8 @@ def test_readout_without_time_step_says_how_to_set_it() -> None:
 def test_readout_takes_a_time_constant_per_output() -> None:
     tau = jnp.array([1.0, 10.0, 100.0, 1000.0]) * u.ms
     cell = nn.LeakyRateReadout(N_IN, N, tau=tau)
-    np.testing.assert_allclose(cell.decay, np.exp(-0.1 / tau.to_decimal(u.ms)), rtol=1e-14)
+    decay = np.exp(-0.1 / tau.to_decimal(u.ms))
+    np.testing.assert_allclose(cell.decay, decay, rtol=1e-14)
+    cell.init_state(5)
+    cell.r.value = jnp.ones((5, N))
+    np.testing.assert_allclose(cell(jnp.zeros((5, N_IN))), np.tile(decay, (5, 1)), rtol=1e-14)

@@ -7,6 +7,7 @@ import pytest
 import saiunit as u
 
 from braintrace_fast import nn
+from tests.promotion import promoting
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -16,9 +17,11 @@ def draw(*shape: int, seed: int = 0) -> jnp.ndarray:
 
 
 @pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
-@pytest.mark.parametrize('b_init', [None, draw(2, seed=1)], ids=['no_bias', 'bias'])
-@pytest.mark.parametrize('w_mask', [None, draw(3, 2, seed=2) > 0], ids=['dense', 'masked'])
-def test_linear_is_brainstates_linear_for_inputs_of_any_rank(batch, b_init, w_mask) -> None:
+@pytest.mark.parametrize('has_bias', [False, True], ids=['no_bias', 'bias'])
+@pytest.mark.parametrize('is_masked', [False, True], ids=['dense', 'masked'])
+def test_linear_is_brainstates_linear_for_inputs_of_any_rank(batch, has_bias, is_masked) -> None:
+    b_init = draw(2, seed=1) if has_bias else None
+    w_mask = draw(3, 2, seed=2) > 0 if is_masked else None
     ours, plain = (
         module.Linear(3, 2, w_init=draw(3, 2), b_init=b_init, w_mask=w_mask)
         for module in (nn, brainstate.nn)
@@ -26,30 +29,35 @@ def test_linear_is_brainstates_linear_for_inputs_of_any_rank(batch, b_init, w_ma
     x = draw(*batch, 3, seed=3)
     assert isinstance(ours, brainstate.nn.Linear)
     assert ours(x).shape == (*batch, 2)
-    np.testing.assert_allclose(ours(x), plain(x), rtol=1e-14)
+    with promoting():
+        expected = plain(x)
+    np.testing.assert_allclose(ours(x), expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
-@pytest.mark.parametrize('w_sign', [None, jnp.sign(draw(3, 2, seed=1))], ids=['positive', 'signed'])
-def test_signed_linear_is_brainstates_signed_linear(batch, w_sign) -> None:
+@pytest.mark.parametrize('signs', [None, (3, 2), (2,)], ids=['positive', 'signed', 'by_output'])
+def test_signed_linear_is_brainstates_signed_linear(batch, signs) -> None:
+    w_sign = None if signs is None else jnp.sign(draw(*signs, seed=1)).astype(int)
     ours, plain = (
         module.SignedWLinear(3, 2, w_init=draw(3, 2), w_sign=w_sign)
         for module in (nn, brainstate.nn)
     )
     x = draw(*batch, 3, seed=3)
     assert isinstance(ours, brainstate.nn.SignedWLinear)
-    np.testing.assert_allclose(ours(x), plain(x), rtol=1e-14)
+    with promoting():
+        expected = plain(x)
+    np.testing.assert_allclose(ours(x), expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
-@pytest.mark.parametrize('b_init', [None, draw(2, seed=1)], ids=['no_bias', 'bias'])
-def test_sparse_linear_is_the_matrix_that_it_is_given(batch, b_init) -> None:
-    matrix = jnp.where(draw(3, 2, seed=2) > 0, draw(3, 2), 0.0)
-    layer = nn.SparseLinear(brainevent.CSC.fromdense(matrix), b_init, in_size=3)
+@pytest.mark.parametrize('has_bias', [False, True], ids=['no_bias', 'bias'])
+def test_sparse_linear_is_the_matrix_that_it_is_given(batch, has_bias) -> None:
+    matrix, bias = jnp.where(draw(3, 2, seed=2) > 0, draw(3, 2), 0.0), draw(2, seed=1)
+    layer = nn.SparseLinear(brainevent.CSC.fromdense(matrix), bias if has_bias else None, in_size=3)
     x = draw(*batch, 3, seed=3)
     assert isinstance(layer, brainstate.nn.SparseLinear)
     assert layer.in_size == (3,) and layer.out_size == (2,)
-    expected = x @ matrix + (0.0 if b_init is None else b_init)
+    expected = np.asarray(x @ matrix) + (np.asarray(bias) if has_bias else 0.0)
     np.testing.assert_allclose(layer(x), expected, rtol=1e-14)
     assert layer.weight.value['weight'].shape == (int((matrix != 0).sum()),)
 
@@ -88,6 +96,8 @@ def test_every_parameter_gets_the_gradient_of_the_plain_layer(name, option) -> N
             brainstate.transform.grad(lambda: jnp.sin(layer(x)).sum(), parameters)()
         )
 
-    for found, expected in zip(gradients(nn), gradients(brainstate.nn), strict=True):
+    with promoting():
+        plain = gradients(brainstate.nn)
+    for found, expected in zip(gradients(nn), plain, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-12)
         assert jnp.any(expected != 0)

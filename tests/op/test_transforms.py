@@ -14,6 +14,7 @@ from jax.test_util import check_grads
 
 from braintrace_fast.op import (
     ETPPrimitive,
+    conv,
     einsum,
     element_wise,
     embedding,
@@ -23,7 +24,7 @@ from braintrace_fast.op import (
     register_primitive,
     sparse_matmul,
 )
-from tests.op import sparse
+from tests.op import conv_geometries, sparse
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -144,6 +145,16 @@ CASES = [
         lambda x, w, b: affine(x, sparse.dense(w), b),
         ((3, sparse.INPUTS), sparse.ROWS.shape, (sparse.OUTPUTS,)),
         ((1, 2),),
+    ),
+    *(
+        Case(
+            f'conv_{name}',
+            functools.partial(conv, **options),
+            functools.partial(conv_geometries.plain, **options),
+            (x, kernel, *bias.values()),
+            ((1, 2) if bias else (1,),),
+        )
+        for name, x, kernel, bias, _, options in conv_geometries.FEW
     ),
 ]
 

@@ -254,7 +254,7 @@ def _plain_matmul(gate, x, weight, bias=None, *, weight_fn=None, bias_fn=None):
     y = jax.lax.stop_gradient(x) @ (w if weight_fn is None else weight_fn(w))
     if bias is not None:
         b = gate(u.Quantity(bias).to_decimal(x_unit * w_unit))
-        y = y + (b if bias_fn is None else bias_fn(b))
+        y = y + jnp.broadcast_to(b if bias_fn is None else bias_fn(b), y.shape)
     return y, x_unit * w_unit
 
 
