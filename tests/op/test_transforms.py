@@ -156,16 +156,6 @@ CASES = [
         ((3, sparse.INPUTS), sparse.ROWS.shape, (sparse.OUTPUTS,)),
         ((1, 2),),
     ),
-    *(
-        Case(
-            f'conv_{name}',
-            functools.partial(conv, **options),
-            functools.partial(conv_geometries.plain, **options),
-            (x, kernel, *bias.values()),
-            ((1, 2) if bias else (1,),),
-        )
-        for name, x, kernel, bias, _, options in conv_geometries.FEW
-    ),
 ]
 
 SHARDED = 'matmul_batch_bias', 'sparse_matmul_batch_bias', 'user_op_batched'
