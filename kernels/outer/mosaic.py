@@ -118,7 +118,7 @@ def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, 
         pl.BlockSpec(sides, lambda g, o, i, b, c: (g, i, o)),
         number=lambda a: pl.BlockSpec(memory_space=pltpu.SMEM),
     )
-    arrays = todo.arrays
+    arrays = _groups_in_front(todo.arrays)
     if arrays.live is not None:  # a kernel cannot read a flag
         arrays = arrays._replace(live=arrays.live.astype(jnp.float32))
     sums = pltpu.VMEM((tile.batch, tile.inputs, tile.outputs), jnp.float32)
@@ -142,6 +142,17 @@ def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, 
         interpret=interpret,
     )(*arrays)
     return new, read
+
+
+def _groups_in_front(arrays: Arrays) -> Arrays:
+    """All but the trace with groups in front of the batch, which must be on sublanes."""
+
+    def moved(a: Any) -> Any:
+        *time, batch, groups, size = a.shape
+        return a.reshape(*time, 1, batch, size) if groups == 1 else a.swapaxes(-3, -2)
+
+    names = ('x', 'decay', 'fresh', 'signal', 'w')
+    return arrays._replace(**{k: jax.tree.map(moved, getattr(arrays, k)) for k in names})
 
 
 class _Cell(NamedTuple):

@@ -37,15 +37,15 @@ class Arrays(NamedTuple):
     Attributes
     ----------
     x : array or None
-        The input, ``(G, B, I)``, or ``(K, G, B, I)`` over a window; None if it is not multiplied.
+        The input, ``(B, G, I)``, or ``(K, B, G, I)`` over a window; None if it is not multiplied.
     decay : dict
-        ``D[s][q]`` or ``P[s][q]`` by ``(s, q)``, each ``(G, B, O)``.
+        ``D[s][q]`` or ``P[s][q]`` by ``(s, q)``, each ``(B, G, O)``.
     fresh : dict
-        ``f[s]`` or ``u[s]`` by ``s``, each ``(G, B, O)`` or ``(K, G, B, O)``.
+        ``f[s]`` or ``u[s]`` by ``s``, each ``(B, G, O)`` or ``(K, B, G, O)``.
     signal : dict
-        What reads the old planes, by ``q``, each ``(G, B, O)``.
+        What reads the old planes, by ``q``, each ``(B, G, O)``.
     trace : dict
-        The old planes that are read, by ``q``, each ``(B, G, I, O)``, as they are stored.
+        The old planes that are read, by ``q``, each ``(B, G, I, O)``.
     w : array or None
         What is multiplied by ``x`` and counted with what the signal reads, like ``f[s]``.
     keys : array or None
@@ -196,11 +196,11 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
     multiplied = bool(signal) and given.w is not None and 'weight' in given.total
     if multiplied:
         summed.append(given.total['weight'])
-    row, rows = _by_group(batch, groups, outputs), _by_group(*time, batch, groups, outputs)
+    row, rows = _reshaping(batch, groups, outputs), _reshaping(*time, batch, groups, outputs)
     plane = _reshaping(batch, groups, inputs, outputs)
     return Pass(
         Arrays(
-            _by_group(*time, batch, groups, inputs)(given.x) if fresh or multiplied else None,
+            _reshaping(*time, batch, groups, inputs)(given.x) if fresh or multiplied else None,
             jax.tree.map(row, decay),
             jax.tree.map(rows, fresh),
             jax.tree.map(row, signal),
@@ -218,16 +218,6 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
         time[0] if window else 1,
         window,
     )
-
-
-def _by_group(*shape: int) -> Callable[[Any], Any]:
-    """The same, with the groups of ``(..., B, G, features)`` in front of the batch."""
-    *time, batch, groups, features = shape
-    to = _reshaping(*time, groups, batch, features)
-    if groups == 1:
-        return to
-    apart = _reshaping(*shape)
-    return lambda a: to(a) if isinstance(a, jax.ShapeDtypeStruct) else apart(a).swapaxes(-3, -2)
 
 
 def _reshaping(*shape: int) -> Callable[[Any], Any]:

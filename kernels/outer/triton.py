@@ -6,7 +6,6 @@ registers, and nobody else touches what the program overwrites. All old planes o
 loaded before any new one is stored. What lies past an edge loads as zero and is not stored.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +43,8 @@ def choose_tile(todo: Pass) -> Tile:
     if todo.window:
         converts = any(dtype != jnp.float32 for dtype in todo.written.values())
         many = converts and len(todo.written) > 5
+        # Loads of four elements at once take fewer addresses.
+        many |= todo.outputs % 4 != 0 and len(todo.written) > 1
         least, most, num_warps = 16, (16 if many else 32, 64 if few else 32), 8
     else:
         light = few and todo.arrays.keys is None  # drawing random bits takes registers too
@@ -73,15 +74,11 @@ def launch(todo: Pass, *, name: str, interpret: bool = False) -> tuple[dict[int,
     tiles = pl.cdiv(todo.inputs, tile.inputs)
     at = partial(_place, todo, tiles)
 
-    def rows(features: int, place: Callable[[Any, Any], Any]) -> Any:
-        """All steps and examples of a group."""
-        block = (*time, None, batch, features)
-        return pl.BlockSpec(block, lambda i, o: (*(0 for _ in time), at(i)[0], 0, place(i, o)))
-
+    zeros = (0,) * (len(time) + 1)
     blocks = Blocks(
-        row=pl.BlockSpec((None, batch, tile.outputs), lambda i, o: (at(i)[0], 0, o)),
-        rows=rows(tile.outputs, lambda i, o: o),
-        columns=rows(tile.inputs, lambda i, o: at(i)[1]),
+        row=pl.BlockSpec((batch, None, tile.outputs), lambda i, o: (0, at(i)[0], o)),
+        rows=pl.BlockSpec((*time, batch, None, tile.outputs), lambda i, o: (*zeros, at(i)[0], o)),
+        columns=pl.BlockSpec((*time, batch, None, tile.inputs), lambda i, o: (*zeros, *at(i))),
         plane=pl.BlockSpec((batch, None, tile.inputs, tile.outputs), lambda i, o: (0, *at(i), o)),
         weights=pl.BlockSpec((None, tile.inputs, tile.outputs), lambda i, o: (*at(i), o)),
         number=lambda a: pl.BlockSpec(a.shape, lambda i, o: (0, 0)),
