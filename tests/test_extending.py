@@ -20,13 +20,18 @@ def scaled(x, weight):
     return toy_op.bind(x, weight)
 
 
+def plain(x, weight):
+    """The same without a trace."""
+    return x * weight[None]
+
+
 def over_batch(a):
     return a.reshape(-1, SIZE).sum(0)
 
 
 toy_op = btf.register_primitive(
     'toy_scaled',
-    lambda x, weight: x * weight[None],
+    plain,
     batched=True,
     trace_rules=btf.TraceRules(
         outer=lambda x, plane: {'weight': plane * x},
@@ -53,7 +58,7 @@ class Leaky(brainstate.nn.Module):
 
 def step(w, h, x):
     """The same model by hand."""
-    return jnp.tanh(0.8 * h + x * w[None])
+    return jnp.tanh(0.8 * h + plain(x, w))
 
 
 def gradient(learner, **options):
@@ -217,7 +222,7 @@ def test_a_scope(drive, options, x64):
 
     def loss(w):
         def body(h, x):
-            h = jnp.tanh(drive(jnp.multiply, h, x, w))
+            h = jnp.tanh(drive(plain, h, x, w))
             return h, jnp.sum(h**2)
 
         return jax.lax.scan(body, jnp.zeros((BATCH, SIZE)), jnp.asarray(XS))[1].sum()
@@ -250,7 +255,7 @@ class Adapting(Leaky):
 def test_a_scope_over_several_states(backend, x64):
     def loss(w):
         def body(states, x):
-            states = adapting(jnp.multiply, *states, x, w)
+            states = adapting(plain, *states, x, w)
             return states, jnp.sum(states[0] ** 2)
 
         return jax.lax.scan(body, (jnp.zeros((BATCH, SIZE)),) * 2, jnp.asarray(XS))[1].sum()
