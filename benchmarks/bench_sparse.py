@@ -4,6 +4,9 @@ import pytest
 
 from benchmarks.contenders import build
 
+BUDGET = '24MB'
+"""For windows of a few steps: with all steps in one, their factors take most of the memory."""
+
 
 def total_bytes(program):
     """All that a program holds: arguments, results and temporaries."""
@@ -12,13 +15,14 @@ def total_bytes(program):
 
 @pytest.mark.benchmark(group='masked matrix')
 @pytest.mark.parametrize('contender', ['d_rtrl fresh'])
-def test_gradient_beside_a_masked_matrix(request, etrace_benchmark, suite, contender):
+def test_gradient_beside_a_masked_matrix(etrace_benchmark, suite, contender):
     if suite.full:
         pytest.skip('the masked matrix of a whole brain takes 77 GB')
     errors = suite.errors('fly', contender)
     sizes = suite.sizes('fly')
     program, baseline = (
-        build('fly', contender, sizes | {'dense': dense}) for dense in (False, True)
+        build('fly', contender, sizes | {'dense': dense}, memory_budget=BUDGET)
+        for dense in (False, True)
     )
     etrace_benchmark.peak = False
     info = etrace_benchmark.measure(

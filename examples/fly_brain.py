@@ -133,8 +133,8 @@ def main() -> None:
             return losses.mean(), logits
 
         # Trials have nothing to do with each other, and no trace is kept of them: that of the
-        # correction would be as large as a dense matrix, per trial.
-        brainstate.nn.reset_all_states(learner, batch_size=args.batch_size)
+        # correction would be as large as a dense matrix, per trial. So the model alone is reset.
+        brainstate.nn.reset_all_states(model, batch_size=args.batch_size)
         grads, loss, logits = learner.etrace_grad(
             sensed,
             step_fn=step,

@@ -20,7 +20,7 @@ from .matmul import matmul
 from .operands import affine
 from .primitive import TraceRules, Weights, register_primitive, weight_and_bias
 from .sparse_pattern import Pattern, format_of, pattern_of
-from .sparse_sums import EXAMPLES, in_blocks, one_batch, sample, spread, take, zeros_for
+from .sparse_sums import EXAMPLES, computed, in_blocks, one_batch, sample, spread, take, zeros_for
 
 __all__ = ['sparse_matmul', 'sparse_matmul_p']
 
@@ -55,7 +55,11 @@ def _weight_vjp(
     return {key: gradients[key].astype(weight.dtype) for key, weight in weights.items()}
 
 
-def _outer(
+def _outer(x: jax.Array, plane: jax.Array, **params: Any) -> Weights:
+    return _products(computed(x), computed(plane), **params)
+
+
+def _products(
     x: jax.Array,
     plane: jax.Array,
     *,
@@ -72,7 +76,7 @@ def _outer_sum(x: jax.Array, plane: jax.Array, **params: Any) -> Weights:
     """Step by step, so that only one trace is there at a time."""
 
     def add(total: Weights, step: tuple[jax.Array, jax.Array]) -> tuple[Weights, None]:
-        return jax.tree.map(jnp.add, total, _outer(*step, **params)), None
+        return jax.tree.map(jnp.add, total, _products(*step, **params)), None
 
     return lax.scan(add, _outer(x[0], plane[0], **params), (x[1:], plane[1:]))[0]
 
@@ -80,14 +84,14 @@ def _outer_sum(x: jax.Array, plane: jax.Array, **params: Any) -> Weights:
 def _decay(
     plane: jax.Array, trace: Weights, *, has_bias: bool, cols: jax.Array, **_: Any
 ) -> Weights:
-    decayed = {'weight': take(plane, cols) * trace['weight']}
+    decayed = {'weight': take(computed(plane), cols) * trace['weight']}
     return decayed | {'bias': plane * trace['bias']} if has_bias else decayed
 
 
 def _contract(
     plane: jax.Array, trace: Weights, *, has_bias: bool, cols: jax.Array, **_: Any
 ) -> Weights:
-    planes, traces = one_batch(plane), one_batch(trace['weight'])
+    planes, traces = computed(one_batch(plane)), one_batch(trace['weight'])
 
     def add_examples(total: jax.Array, first: Any, num: int) -> jax.Array:
         some = (lax.dynamic_slice_in_dim(a, first, num) for a in (planes, traces))

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from .._compat import varying_alike
 from .outer import outer_total
 
-__all__ = ['in_blocks', 'one_batch', 'sample', 'spread', 'take', 'zeros_for']
+__all__ = ['computed', 'in_blocks', 'one_batch', 'sample', 'spread', 'take', 'zeros_for']
 
 EXAMPLES = 8
 """How many examples are taken at a time on a CPU: one cache line holds 16 numbers."""
@@ -90,6 +90,20 @@ def take(a: jax.Array, places: jax.Array) -> jax.Array:
     return a.at[..., places].get(mode='promise_in_bounds', wrap_negative_indices=False)
 
 
+def computed(a: jax.Array) -> jax.Array:
+    """The same array, which is there as a whole before anything is gathered from it.
+
+    XLA for CPUs would compute a value again for every entry that reads it. It drops barriers before
+    it fuses, but not a branch that no compiler can know not to be taken.
+    """
+    return lax.platform_dependent(a, cpu=_behind_a_branch, default=lambda a: a) if a.size else a
+
+
+def _behind_a_branch(a: jax.Array) -> jax.Array:
+    never = jnp.abs(a[(0,) * a.ndim]) > jnp.inf
+    return lax.cond(never, jnp.negative, lambda a: a, a)
+
+
 def in_blocks(body: Callable[[Any, Any, int], Any], total: Any, num: int, size: int) -> Any:
     """``body(total, first, size)`` for blocks of ``num`` things one after the other, the rest last.
 
@@ -119,7 +133,8 @@ def _spread_examples(
     x: jax.Array, w: jax.Array, sources: jax.Array, targets: jax.Array, *, size: int
 ) -> jax.Array:
     """A few examples; they come last, so that an entry reads and writes neighbouring numbers."""
-    return _add_entries(zeros_for((size, len(x)), x, w), x.T, w, sources, targets).T
+    start = zeros_for((size, len(x)), x, w)
+    return _add_entries(start, x.T, w, sources, targets).T
 
 
 def _add_entries(
@@ -135,7 +150,7 @@ def _spread_in_blocks(
     """The same for CPUs, where XLA writes the terms to memory before it adds them."""
 
     def add_examples(y: jax.Array, first: Any, examples: int) -> jax.Array:
-        block = lax.dynamic_slice_in_dim(x, first, examples).T
+        block = computed(lax.dynamic_slice_in_dim(x, first, examples).T)
 
         def add_entries(y: jax.Array, first: Any, entries: int) -> jax.Array:
             some = (lax.dynamic_slice_in_dim(a, first, entries) for a in (w, sources, targets))
@@ -159,9 +174,11 @@ def _sample_examples(
     x: jax.Array, y: jax.Array, sources: jax.Array, targets: jax.Array
 ) -> jax.Array:
     """One example after the other: XLA is slow at sums over an axis of what it gathers."""
+    if len(x) < 2 * EXAMPLES:  # of more there is a loop, which has its operands computed
+        x, y = computed(x), computed(y)
 
     def add_examples(total: jax.Array, first: Any, examples: int) -> jax.Array:
-        some = (lax.dynamic_slice_in_dim(a, first, examples) for a in (x, y))
+        some = [lax.dynamic_slice_in_dim(a, first, examples) for a in (x, y)]
         terms = (take(a, sources) * take(b, targets) for a, b in zip(*some, strict=True))
         return sum(terms, total)
 

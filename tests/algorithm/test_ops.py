@@ -14,7 +14,7 @@ import pytest
 import braintrace_fast as btf
 from braintrace_fast import testing
 from braintrace_fast.runtime import planner
-from tests.op_models import OP_MODELS
+from tests.op_models import MODULES, OP_MODELS
 from tests.op_models.model import TRANSITIONS, Driven
 from tests.oracles import op_recurrence as oracle
 
@@ -47,12 +47,13 @@ WAYS = 'per step', 'pieces', 'fresh', 'forwards', 'backwards', 'chunks', 'vmap'
 """Fresh ones are in one window, or in several, in either order."""
 CHEAP = {'forwards': 1e9, 'backwards': 0}
 QUICK = ('d_rtrl', 'per step'), ('d_rtrl', 'pieces'), ('d_rtrl', 'backwards'), ('pp_prop', 'pieces')
-"""For every op; the others for one op, and for all of them slowly."""
+"""For one model of every op; D-RTRL's windows for all models, everything for one model."""
+FIRST = {module.MODELS[0].name for module in MODULES}
 QUICK_OP = 'grouped_matmul'
 
 
 def marks(name: str, rule: str, way: str, transition: str) -> Any:
-    quick = (rule, way) in QUICK or name == QUICK_OP
+    quick = (rule, way) in (QUICK if name in FIRST else QUICK[1:3]) or name == QUICK_OP
     return () if quick and transition == 'two' else pytest.mark.slow
 
 

@@ -50,14 +50,14 @@ def test_signed_linear_is_brainstates_signed_linear(batch, signs) -> None:
 
 
 @pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
-@pytest.mark.parametrize('b_init', [None, draw(2, seed=1)], ids=['no_bias', 'bias'])
-def test_sparse_linear_is_the_matrix_that_it_is_given(batch, b_init) -> None:
-    matrix = jnp.where(draw(3, 2, seed=2) > 0, draw(3, 2), 0.0)
-    layer = nn.SparseLinear(brainevent.CSC.fromdense(matrix), b_init, in_size=3)
+@pytest.mark.parametrize('has_bias', [False, True], ids=['no_bias', 'bias'])
+def test_sparse_linear_is_the_matrix_that_it_is_given(batch, has_bias) -> None:
+    matrix, bias = jnp.where(draw(3, 2, seed=2) > 0, draw(3, 2), 0.0), draw(2, seed=1)
+    layer = nn.SparseLinear(brainevent.CSC.fromdense(matrix), bias if has_bias else None, in_size=3)
     x = draw(*batch, 3, seed=3)
     assert isinstance(layer, brainstate.nn.SparseLinear)
     assert layer.in_size == (3,) and layer.out_size == (2,)
-    expected = x @ matrix + (0.0 if b_init is None else b_init)
+    expected = np.asarray(x @ matrix) + (np.asarray(bias) if has_bias else 0.0)
     np.testing.assert_allclose(layer(x), expected, rtol=1e-14)
     assert layer.weight.value['weight'].shape == (int((matrix != 0).sum()),)
 

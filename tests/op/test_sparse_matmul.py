@@ -14,8 +14,12 @@ import numpy as np
 import pytest
 import saiunit as u
 
+import braintrace_fast as btf
 from braintrace_fast.op import matmul, sparse_matmul, sparse_pattern, sparse_sums
 from braintrace_fast.op.sparse_matmul import sparse_matmul_p
+from tests.op_models import OP_MODELS
+from tests.op_models.model import Driven
+from tests.promotion import promoting
 
 INPUTS, OUTPUTS = 5, 4
 SHAPE = (INPUTS, OUTPUTS)
@@ -211,6 +215,17 @@ def test_the_pattern_is_a_constant_also_if_it_is_first_seen_in_a_traced_function
 def test_the_library_does_without_brainevent() -> None:
     files = Path(sparse_pattern.__file__).parents[1].rglob('*.py')
     assert not [file for file in files if 'import brainevent' in file.read_text()]
+
+
+@x64
+def test_a_trace_has_one_number_per_entry_example_and_state() -> None:
+    model = OP_MODELS['sparse_matmul_shared']  # one weight, but a trace of every entry
+    batch, states, entries = 3, 2, 8
+    xs = model.inputs(1, batch)
+    with promoting():
+        learner = btf.compile(Driven(model, 'two'), 'd_rtrl', xs[0], batch_size=batch)
+    leaves = jax.tree.leaves(learner.trace.value)
+    assert sum(leaf.nbytes for leaf in leaves) == entries * states * batch * 8
 
 
 GOOD = u.sparse.CSR.fromdense(jnp.asarray(MATRIX, jnp.float32))
