@@ -53,7 +53,7 @@ class Leaky(brainstate.nn.Module):
 
 def step(w, h, x):
     """The same model by hand."""
-    return jnp.tanh(0.8 * h + x * w)
+    return jnp.tanh(0.8 * h + x * w[None])
 
 
 def gradient(learner, **options):

@@ -20,6 +20,7 @@ from ..driver import (
     StepCall,
     WindowRequest,
 )
+from ..kernels.promotion import product
 from ..runtime.factors import Zeros
 from ..runtime.input_data import MultiStepData
 from ..runtime.planner import parse_bytes
@@ -246,7 +247,7 @@ class _Objective:
                 f'step_fn returned a loss of shape {jnp.shape(loss)}, expected {expected}: '
                 + ('one loss per step of the window.' if self.chunk else 'a scalar.')
             )
-        return jnp.sum(loss * weight), (loss, aux), recorded
+        return jnp.sum(product(jnp.asarray(loss), weight)), (loss, aux), recorded
 
     def drive(self, sequences: Sequences) -> Driven:
         """Its gradient in windows."""

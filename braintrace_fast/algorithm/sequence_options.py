@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import PyTree
+from ..kernels.promotion import product, promoted
 from ..runtime.input_data import MultiStepData, SingleStepData
 
 if TYPE_CHECKING:
@@ -50,8 +51,11 @@ class LossWeights(NamedTuple):
         """The losses as the user wants them."""
         if loss_output == 'per_step':
             return losses
-        masked = losses * self.mask
-        return masked if loss_output == 'masked' else masked.sum() / self.scale
+        masked = product(losses, self.mask)
+        if loss_output == 'masked':
+            return masked
+        total, scale = promoted(masked.sum(), self.scale)
+        return total / scale
 
 
 def loss_weights(mask: Any, length: int, reduction: str, replaces_signals: bool) -> LossWeights:
@@ -66,7 +70,7 @@ def loss_weights(mask: Any, length: int, reduction: str, replaces_signals: bool)
         return LossWeights(mask, is_masked, mask, jnp.ones(()), False)
     scale = jnp.maximum(mask.sum(), 1)
     # Where losses can be divided, there need be no pass over the gradients.
-    share = mask if replaces_signals else mask / scale.astype(float)
+    share = mask if replaces_signals else mask.astype(float) / scale.astype(float)
     return LossWeights(mask, is_masked, share, scale, replaces_signals)
 
 

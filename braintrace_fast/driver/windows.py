@@ -164,7 +164,8 @@ def _last_to_first(
         def forward(moving: Any, start: jax.Array, steps: int = steps) -> Any:
             return loop.advance(moving, _cut(inputs, start, steps)), moving
 
-        moving, kept = lax.scan(forward, moving, start + steps * jnp.arange(count))
+        starts = start + steps * jnp.arange(count, dtype=elapsed.dtype)
+        moving, kept = lax.scan(forward, moving, starts)
         entries.append(kept)
 
     def body(carry: Any, at: Any, steps: int) -> Any:
@@ -182,7 +183,7 @@ def _last_to_first(
     carry: Any = total, nothing, jnp.zeros_like(elapsed)
     outputs = []
     for (start, count, steps), entry in zip(reversed(pieces), reversed(entries), strict=True):
-        at = start + steps * jnp.arange(count), entry
+        at = start + steps * jnp.arange(count, dtype=elapsed.dtype), entry
         carry, out = lax.scan(partial(body, steps=steps), carry, at, reverse=True)
         outputs.append(_unfolded(out))
     loop.write(moving)

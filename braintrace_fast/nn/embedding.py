@@ -44,7 +44,8 @@ class Embedding(brainstate.nn.Embedding):
     Examples
     --------
     >>> import braintrace_fast as braintrace
-    >>>     >>> layer = braintrace.nn.Embedding(10, 3)
+    >>> import jax.numpy as jnp
+    >>> layer = braintrace.nn.Embedding(10, 3)
     >>> layer(jnp.array([1, 7])).shape
     (2, 3)
     """

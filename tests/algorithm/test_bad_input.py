@@ -281,7 +281,8 @@ class Leaky(brainstate.nn.Module):
 
     def update(self, x):
         mask = self.mask.value if isinstance(self.mask, brainstate.State) else self.mask
-        weight = self.w.value * (mask['mask'] if isinstance(mask, dict) else mask)
+        mask = jnp.asarray(mask['mask'] if isinstance(mask, dict) else mask)
+        weight = self.w.value * mask.astype(self.w.value.dtype)
         self.h.value = 0.9 * self.h.value + btf.matmul(x, weight)
         return self.output(self.h.value)
 

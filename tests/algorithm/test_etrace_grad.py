@@ -251,7 +251,7 @@ def test_a_plain_step_of_a_multi_step_learner_is_a_chunk_of_one(rule):
     other = new_learner(rule, vjp_method='multi-step')
 
     def chunk(x, target):
-        return jnp.mean((other(btf.MultiStepData(x[None])) - target) ** 2)
+        return jnp.mean((other(btf.MultiStepData(x[None])) - target[None]) ** 2)
 
     same(
         found,

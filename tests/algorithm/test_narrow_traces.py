@@ -62,9 +62,9 @@ class Affine(brainstate.nn.Module):
 MOVES = {
     'a decay': (lambda h, y: 0.9 * h + y, True),
     'a quotient': (lambda h, y: (h - y) / 2.0, True),
-    'an offset per neuron': (lambda h, y: 0.9 * h + y + jnp.arange(4.0), True),
-    'a decay per neuron': (lambda h, y: jnp.linspace(0.1, 0.9, 4) * h + y, False),
-    'a weight per neuron': (lambda h, y: 0.9 * h + y * jnp.arange(4.0), False),
+    'an offset per neuron': (lambda h, y: 0.9 * h + y + jnp.arange(4.0)[None], True),
+    'a decay per neuron': (lambda h, y: jnp.linspace(0.1, 0.9, 4)[None] * h + y, False),
+    'a weight per neuron': (lambda h, y: 0.9 * h + y * jnp.arange(4.0)[None], False),
     'a product': (lambda h, y: 0.9 * h * y, False),
     'a reciprocal': (lambda h, y: y / (2.0 + h), False),
     'a threshold': (lambda h, y: jnp.maximum(h, 0.0) + y, False),

@@ -24,6 +24,7 @@ import braintrace_fast as btf
 from braintrace_fast import testing
 from tests.models import alif, lif, parameter
 from tests.oracles.step import random_projection
+from tests.promotion import promoting
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -228,10 +229,10 @@ def build(lib: ModuleType, name: str, steps: int = STEPS) -> tuple[brainstate.nn
 
 
 def learner_of(lib: ModuleType, name: str, rule: str, steps: int = STEPS, **options: Any) -> Any:
-    model, xs = build(lib, name, steps)
     cls, defaults = (RULES | SIGNAL_RULES)[rule]
-    with warnings.catch_warnings():  # the reference warns of weights that it leaves out
-        warnings.simplefilter('ignore', UserWarning)
+    with warnings.catch_warnings(), promoting(lib is not btf):
+        warnings.simplefilter('ignore', UserWarning)  # of weights that the reference leaves out
+        model, xs = build(lib, name, steps)
         learner = getattr(lib, cls)(model, **(defaults | options))
         learner.compile_graph(xs[0])
     return learner, xs
@@ -241,7 +242,12 @@ def gradient(
     lib: ModuleType, name: str, rule: str = 'd_rtrl', steps: int = STEPS, **options: Any
 ) -> Any:
     learner, xs = learner_of(lib, name, rule, steps, **options)
-    return learner.etrace_grad(xs, step_fn=lambda x: random_projection(learner(x)), reduction='sum')
+
+    def loss(x):
+        return random_projection(learner(x))
+
+    with promoting(lib is not btf):
+        return learner.etrace_grad(xs, step_fn=loss, reduction='sum')
 
 
 def window_gradient(lib: ModuleType, name: str, rule: str, window: int = 2) -> Any:
@@ -250,7 +256,8 @@ def window_gradient(lib: ModuleType, name: str, rule: str, window: int = 2) -> A
     def losses(x):
         return jax.vmap(random_projection)(learner(lib.MultiStepData(x)))
 
-    return learner.etrace_grad(xs, step_fn=losses, chunk_size=window, reduction='sum')
+    with promoting(lib is not btf):
+        return learner.etrace_grad(xs, step_fn=losses, chunk_size=window, reduction='sum')
 
 
 def truth(name: str, steps: int = STEPS) -> Any:

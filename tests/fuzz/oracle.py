@@ -232,8 +232,8 @@ class Oracle:
         factors = Factors(
             reaches=jnp.asarray([jnp.any(jac != 0) for jac in reached]),
             ell=_flat(jax.grad(loss)(step.params)),
-            D=A * self._own,
-            L=jnp.linalg.solve((P * self._own).T, seen),
+            D=jnp.where(self._own, A, 0.0),
+            L=jnp.linalg.solve(jnp.where(self._own, P, 0.0).T, seen),
             R=_flat(past),
             c=[c.ravel() for c in jax.grad(lambda a: loss(added=a))(zeros)],
             f=[F.reshape(len(F), -1) * own for F, own in zip(by_y, self._columns, strict=True)],

@@ -400,7 +400,7 @@ class _Grammar:
             'def make():\n'
             f'    return (Net(), dict({outside}))\n'
             'def sequences():\n'
-            f'    return (2 * normal(1, *{shape}), normal(2, *{shape}), jnp.arange({T}) * 1.0)\n'
+            f'    return (2 * normal(1, *{shape}), normal(2, *{shape}), jnp.arange({T}.0))\n'
             'def loss(run, net, outside, x, target, k):\n'
             + ''.join(f'    {line}\n' for line in body)
         )
