@@ -1,5 +1,6 @@
 """The registry of workloads: models in the source of either library, their sizes, their data."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,35 @@ class Recurrent(brainstate.nn.Module):
         return self.readout(x)
 
 
+class ConvNet(brainstate.nn.Module):
+    """Two layers of LIF neurons behind convolutions, and a plain readout.
+
+    ``inputs`` are the pixels of a square of that side, times channels; ``size`` the channels of a
+    layer.
+    """
+
+    def __init__(
+        self, library: Any, inputs: int, size: int, outputs: int, rate: float, side: int
+    ) -> None:
+        super().__init__()
+        self.pixels = (side, side, inputs // side**2)
+        self.layers = []
+        shape, active = self.pixels, rate
+        for _ in range(2):
+            weights = normal((120.0 / (9 * shape[-1] * active)) ** 0.5, u.mA)
+            conv = library.nn.Conv2d(shape, size, 3, w_init=weights)
+            self.layers.append([conv, lif(conv.out_size)])
+            shape, active = conv.out_size, 0.1
+        self.readout = brainstate.nn.Linear(math.prod(shape), outputs)
+
+    def update(self, x: jax.Array) -> jax.Array:
+        """One step: spikes in, logits out."""
+        x = x.reshape(-1, *self.pixels)
+        for conv, neurons in self.layers:
+            x = neurons(conv(x))
+        return self.readout(x.reshape(len(x), -1))
+
+
 class EvidenceAccumulator(brainstate.nn.Module):
     """Excitatory and inhibitory neurons, four to one, with conductance synapses of fixed sign."""
 
@@ -184,6 +214,8 @@ class Workload:
         Whether an input is one symbol, not a set of spikes.
     contenders : sequence of str, optional
         Those that can run it, if not all can.
+    few : dict
+        What differs in the small copy from that of others.
     """
 
     model: Callable[..., Model]
@@ -191,6 +223,7 @@ class Workload:
     full: Sizes = field(default_factory=dict)
     one_hot: bool = False
     contenders: Sequence[str] | None = None
+    few: Sizes = field(default_factory=dict)
 
     def takes(self, contender: str) -> bool:
         """Whether a contender can run it."""
@@ -204,9 +237,8 @@ class Workload:
         """The sizes of the copy for the oracle."""
         steps = 8 + 4 * self.sizes.get('layers', 1)  # until spikes arrive in the last layer
         few = dict(inputs=6, size=10, outputs=3, steps=steps, batch=2)
-        denser = {'rate': 0.4, 'density': 0.3} if 'density' in self.sizes else {'rate': 0.4}
-        denser = {} if self.one_hot else denser
-        return {**self.sizes, **denser, **few}
+        denser = {} if self.one_hot else {'rate': 0.4}
+        return {**self.sizes, **denser, **few, **self.few}
 
     def make(self, library: Any, sizes: Sizes) -> Model:
         """The model, with the same weights in either library."""
@@ -267,6 +299,13 @@ WORKLOADS: dict[str, Workload] = {
         SHD | dict(layer=AdaptiveLayer, states=2, layers=2, size=128, coupling=0.02),
         full=dict(size=1024, steps=100, batch=16),
     ),
+    # Images of events, of two polarities.
+    'conv': Workload(
+        ConvNet,
+        dict(inputs=512, side=16, size=32, outputs=10, steps=50, batch=16, rate=0.2),
+        full=dict(inputs=2048, side=32, size=32, steps=100),
+        few=dict(inputs=32, side=4, size=3),
+    ),
     'gru': Workload(
         CopyingGRU,
         dict(inputs=10, size=128, outputs=8, steps=50, batch=16),
@@ -279,5 +318,6 @@ WORKLOADS: dict[str, Workload] = {
         dict(inputs=512, size=8192, outputs=10, steps=50, batch=8, rate=0.1, density=1e-3, rank=4),
         full=dict(inputs=2048, size=138_639, density=7.8e-4, steps=20),
         contenders=('bptt', 'd_rtrl fresh', 'pp_prop'),
+        few=dict(density=0.3),
     ),
 }

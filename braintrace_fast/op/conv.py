@@ -21,6 +21,7 @@ import saiunit as u
 from jax import lax
 
 from .conv_geometry import Geometry, batch_first, geometry_of, layout_of
+from .convolution import convolve, kernel_gradient
 from .element_wise import element_wise
 from .operands import as_floats, check_floats, in_unit, matmul_precision, numbers_of
 from .outer import outer_rules
@@ -37,7 +38,7 @@ def _forward(
     has_bias: bool,
     precision: str | None,
 ) -> jax.Array:
-    y = geometry.convolve(x, kernel, precision)
+    y = convolve(x, kernel, geometry, precision)
     if not has_bias:
         return y
     return y + lax.broadcast_in_dim(bias[0], y.shape, (y.ndim + geometry.channel_axis,))
@@ -54,9 +55,8 @@ def _weight_vjp(
 ) -> Weights:
     gradients = {}
     if 'weight' in weights:
-        convolve = functools.partial(geometry.convolve, x, precision=precision)
-        y, pull_back = jax.vjp(convolve, weights['weight'])
-        gradients['weight'] = pull_back(cotangent.astype(y.dtype))[0]
+        total = kernel_gradient(x, cotangent, geometry, precision)
+        gradients['weight'] = total.astype(weights['weight'].dtype)
     if 'bias' in weights:
         gradients['bias'] = _channel_sum(cotangent, geometry).astype(weights['bias'].dtype)
     return gradients

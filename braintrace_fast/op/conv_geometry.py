@@ -7,7 +7,7 @@ behind them are an array's *own* axes, in the order that the layout says.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -63,10 +63,9 @@ class Geometry:
 
     def convolve(self, x: jax.Array, kernel: jax.Array, precision: Any) -> jax.Array:
         """The convolution, with all batch axes folded into one."""
-        batch = x.shape[: -self.own_ndim]
         dtype = jnp.result_type(x, kernel)
         y = lax.conv_general_dilated(
-            x.reshape(math.prod(batch), *x.shape[-self.own_ndim :]).astype(dtype),
+            self.one_batch(x).astype(dtype),
             kernel.astype(dtype),
             self.strides,
             self.padding,
@@ -76,14 +75,19 @@ class Geometry:
             self.groups,
             precision=precision,
         )
-        return y.reshape(*batch, *y.shape[1:])
+        return y.reshape(*x.shape[: -self.own_ndim], *y.shape[1:])
+
+    def one_batch(self, a: jax.Array) -> jax.Array:
+        """An input or output with all batch axes folded into one."""
+        own = a.shape[a.ndim - self.own_ndim :]
+        return a.reshape(math.prod(a.shape[: -self.own_ndim]), *own)
 
     def patches(self, x: jax.Array) -> jax.Array:
         """What each output position reads: ``(*batch, *positions, groups, taps and channels)``.
 
         Positions are in the order of the spatial axes, whatever the layout.
         """
-        x = self._spatial_first(x, self.layout.lhs_spec)
+        x = self.channels_last(x, self.layout.lhs_spec)
         batch = x.shape[: -self.own_ndim]
         edges = [
             (low, high, step - 1)
@@ -92,19 +96,15 @@ class Geometry:
         padding = [*((0, 0, 0) for _ in batch), *edges, (0, 0, 0)]
         padded = lax.pad(x, jnp.zeros((), x.dtype), padding)
         read = [self._seen_by(padded, tap) for tap in itertools.product(*map(range, self.taps))]
-        # (*batch, *positions, taps, groups, channels of a group)
-        stacked = jnp.stack([self._in_groups(seen) for seen in read], -3)
-        by_group = jnp.moveaxis(stacked, -2, -3)
-        return by_group.reshape(*by_group.shape[:-2], -1)
+        return jnp.concatenate([self._in_groups(seen) for seen in read], -1)
 
     def rows(self, plane: jax.Array) -> jax.Array:
         """An array like the output, as ``(*batch, *positions, groups, channels of a group)``."""
-        return self._in_groups(self._spatial_first(plane, self.layout.out_spec))
+        return self._in_groups(self.channels_last(plane, self.layout.out_spec))
 
     def matrices(self, kernel: jax.Array) -> jax.Array:
         """The kernel of each group, as a matrix from what a position reads to its outputs."""
-        outputs, inputs, *spatial = self.layout.rhs_spec
-        ordered = kernel.transpose(*spatial, inputs, outputs)
+        ordered = self.outputs_last(kernel)
         by_group = self._in_groups(ordered.reshape(-1, ordered.shape[-1]))
         return jnp.moveaxis(by_group, 1, 0)
 
@@ -128,12 +128,76 @@ class Geometry:
             strides[first + place] = self.strides[place]
         return lax.slice(padded, start, limit, strides)
 
-    def _spatial_first(self, a: jax.Array, spec: Sequence[int]) -> jax.Array:
+    def channels_last(self, a: jax.Array, spec: Sequence[int]) -> jax.Array:
         """An array with its own axes in the order of spatial axes, then channels."""
-        first = a.ndim - self.own_ndim
-        _, channel, *spatial = spec
-        own = [first + axis - 1 for axis in (*spatial, channel)]
-        return a.transpose(*range(first), *own)
+        return _ordered(a, [axis - 1 for axis in (*spec[2:], spec[1])])
+
+    def from_channels_last(self, a: jax.Array) -> jax.Array:
+        """An output whose own axes are spatial ones, then channels, in the layout of outputs."""
+        _, channel, *spatial = self.layout.out_spec
+        return _ordered(a, np.argsort([axis - 1 for axis in (*spatial, channel)]).tolist())
+
+    def outputs_last(self, kernel: jax.Array) -> jax.Array:
+        """A kernel with its axes in the order of spatial axes, inputs and outputs."""
+        outputs, inputs, *spatial = self.layout.rhs_spec
+        return _ordered(kernel, [*spatial, inputs, outputs])
+
+    def in_channels_last(self) -> 'Geometry':
+        """The same for arrays of that order."""
+        size = len(self.strides)
+        spec = (0, size + 1, *range(1, size + 1))
+        layout = lax.ConvDimensionNumbers(spec, (size + 1, size, *range(size)), spec)
+        outputs, inputs, *spatial = self.layout.rhs_spec
+        kernel = tuple(self.kernel[axis] for axis in (*spatial, inputs, outputs))
+        return replace(self, kernel=kernel, layout=layout)
+
+    def transposed(self, x: Ints) -> 'Geometry':
+        """The convolution of a cotangent, with :meth:`transposed_kernel`, to one like ``x``."""
+        own = x[len(x) - self.own_ndim :]
+        sizes = [own[axis - 1] for axis in self.layout.lhs_spec[2:]]
+        reach = [(n - 1) * d for n, d in zip(self.taps, self.rhs_dilation, strict=True)]
+        padding = []
+        for place, (low, high) in enumerate(self.padding):
+            length = (sizes[place] - 1) * self.lhs_dilation[place] + 1
+            stride = self.strides[place]
+            unread = (length + low + high - reach[place] - 1) % stride
+            padding.append((reach[place] - low, reach[place] - high + unread))
+        lhs, rhs, out = self.layout
+        layout = lax.ConvDimensionNumbers(out, (rhs[1], rhs[0], *rhs[2:]), lhs)
+        return replace(
+            self,
+            kernel=self._transposed_shape(),
+            strides=self.lhs_dilation,
+            padding=tuple(padding),
+            lhs_dilation=self.strides,
+            layout=layout,
+        )
+
+    def transposed_kernel(self, kernel: jax.Array) -> jax.Array:
+        """The kernel from outputs to inputs: flipped, and with channels exchanged in each group."""
+        outputs, inputs, *spatial = self.layout.rhs_spec
+        flipped = jnp.flip(kernel, spatial)
+        if self.groups == 1:
+            return flipped
+        ordered = jnp.moveaxis(flipped, (inputs, outputs), (-2, -1))
+        by_group = jnp.moveaxis(self._in_groups(ordered), -2, -3)  # (groups, inputs, outputs)
+        joined = by_group.reshape(*by_group.shape[:-3], -1, by_group.shape[-1])
+        return jnp.moveaxis(joined, (-2, -1), (inputs, outputs))
+
+    def _transposed_shape(self) -> Ints:
+        outputs, inputs, *_ = self.layout.rhs_spec
+        shape = list(self.kernel)
+        shape[inputs] *= self.groups
+        shape[outputs] //= self.groups
+        return tuple(shape)
+
+
+def _ordered(a: jax.Array, own: Sequence[int]) -> jax.Array:
+    """An array with its last axes in another order; the same object if that is theirs."""
+    if list(own) == list(range(len(own))):
+        return a
+    first = a.ndim - len(own)
+    return a.transpose(*range(first), *(first + axis for axis in own))
 
 
 def layout_of(x: Ints, kernel: Ints, dimension_numbers: Any) -> lax.ConvDimensionNumbers:

@@ -59,6 +59,7 @@ def test_full_sizes_are_those_of_the_tasks():
         512,
     )
     assert (sizes['gif']['size'], sizes['gif']['batch']) == (200, 128)
+    assert (sizes['conv']['side'], sizes['conv']['size']) == (32, 32)
     assert (sizes['coba']['inputs'], sizes['coba']['size']) == (100, 800)
     radlif = sizes['radlif']
     assert (radlif['inputs'], radlif['layers'], radlif['size'], radlif['steps']) == (

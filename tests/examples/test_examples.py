@@ -37,6 +37,7 @@ RUNS = [
     ('copying_gru', 'pp_prop', 'auto'),
     ('fly_brain', 'd_rtrl', 'auto'),
     ('spike_classifier', 'pp_prop', 'jax'),
+    ('moving_bars', 'd_rtrl', 'jax'),
 ]
 
 
@@ -86,3 +87,21 @@ def test_delayed_match_cannot_be_solved_without_memory():
         populations[p][:, task.A] - populations[p][:, task.B] for p in ('sample', 'test')
     )
     assert decoding_accuracy(sample * test, labels) > 0.99
+
+
+def test_moving_bars_cannot_be_told_from_the_events_of_one_time():
+    task = importlib.import_module('moving_bars')
+    events, labels = map(np.asarray, task.make_trials(jax.random.key(0), 4000))
+    assert events.shape == (task.NUM_STEPS, 4000, task.SIDE, task.SIDE, 1)
+    rows, columns = events[1].sum((2, 3)) > 8, events[1].sum((1, 3)) > 8  # the edges of a bar
+    lies = rows.sum(1) > columns.sum(1)
+    np.testing.assert_array_equal(lies, labels >= 2)
+    # Each bar is there as often for either way to go.
+    for way in (0, 2):
+        for edges in (rows, columns):
+            shares = [edges[labels == way + k].mean(0) for k in (0, 1)]
+            np.testing.assert_allclose(*shares, atol=0.06)
+    # Two times do tell.
+    later = (events[1 + task.STEPS_PER_PIXEL].sum((1, 3)) > 8)[labels < 2]
+    moved_right = (later == np.roll(columns[labels < 2], 1, 1)).all(1)
+    np.testing.assert_array_equal(moved_right, labels[labels < 2] == 0)

@@ -132,6 +132,16 @@ CASES = [
         ((3, sparse.INPUTS), sparse.ROWS.shape),
         ((0,), (1,)),
     ),
+    *(
+        Case(
+            f'conv_{name}',
+            functools.partial(conv, **options),
+            functools.partial(conv_geometries.plain, **options),
+            (x, kernel, *bias.values()),
+            ((1, 2) if bias else (1,),),
+        )
+        for name, x, kernel, bias, _, options in conv_geometries.FEW
+    ),
     Case(
         'sparse_matmul_vector',
         functools.partial(sparse_matmul, sparse_mat=sparse.MATRIX),
@@ -145,16 +155,6 @@ CASES = [
         lambda x, w, b: affine(x, sparse.dense(w), b),
         ((3, sparse.INPUTS), sparse.ROWS.shape, (sparse.OUTPUTS,)),
         ((1, 2),),
-    ),
-    *(
-        Case(
-            f'conv_{name}',
-            functools.partial(conv, **options),
-            functools.partial(conv_geometries.plain, **options),
-            (x, kernel, *bias.values()),
-            ((1, 2) if bias else (1,),),
-        )
-        for name, x, kernel, bias, _, options in conv_geometries.FEW
     ),
 ]
 
