@@ -207,32 +207,46 @@ def _trace(spec: TraceSpec) -> Case:
     compared: tuple[str, ...] = BOTH if lead == (MANY,) else ()
     if spec.steps is not None and spec.shape[-1] == LARGE:
         # XLA takes minutes for many examples on a TPU.
-        compared = {(MANY,): ('triton',), (8,): ('mosaic',) if spec.size == 2 else ()}[lead]
+        compared = {(MANY,): ('triton',), (8,): ('mosaic',) if spec.size == 2 else ()}.get(lead, ())
     return Case(
         spec.op,
         f'{stored}, rounded' if spec.rounded else stored,
-        f'S={spec.size}, {window}{spec.shape}' + ('' if spec.signal else ', no signal'),
+        f'S={spec.size}, {window}{spec.shape}'
+        + ('' if spec.signal else ', no signal')
+        + (', groups' if spec.groups else ''),
         (*arrays, *more),
-        _pack_trace,
+        partial(_pack_trace, spec.groups),
         trace=(3,),
-        bounded=spec.shape[-2:] == (LARGE, LARGE),
+        # For a TPU, inputs and planes of groups are transposed first, which a window shows.
+        bounded=spec.shape[-2:] == (LARGE, LARGE) and not (spec.groups and spec.steps),
         compared=compared if stored == 'float32' else (),
         halved=BOTH if lead == (MANY,) else (),
-        stacked=(lambda: (stacked_pass, as_arrays(arrays))) if spec.signal else None,
+        stacked=(lambda: (stacked_pass, as_arrays(arrays)))
+        if spec.signal and not spec.groups
+        else None,
     )
 
 
 def _pack_trace(
-    x: Any, D: Any, f: Any, trace: Any, signal: Any, live: Any, w: Any = None, seed: Any = None
+    groups: int,
+    x: Any,
+    D: Any,
+    f: Any,
+    trace: Any,
+    signal: Any,
+    live: Any,
+    w: Any = None,
+    seed: Any = None,
 ) -> TraceOperands:
-    total = None if w is None else _product(x, w)
-    rules = matmul_rules(has_bias=False, precision='highest')
+    total = None if w is None else _product(groups, x, w)
+    rules = matmul_rules(groups, has_bias=False, precision='highest')
     return TraceOperands(rules, x, D, f, trace, signal, seed, live, w, total)
 
 
-def _product(x: Any, w: Any) -> Any:
-    leading = tuple(range(x.ndim - 1))
-    numbers = (leading, leading), ((), ())
+def _product(groups: int, x: Any, w: Any) -> Any:
+    axes = tuple(range(x.ndim - 1))
+    summed, kept = axes[: len(axes) - groups], axes[len(axes) - groups :]
+    numbers = (summed, summed), (kept, kept)
     product = partial(jax.lax.dot_general, dimension_numbers=numbers, precision='highest')
     is_shape = isinstance(x, jax.ShapeDtypeStruct)
     return {'weight': jax.eval_shape(product, x, w) if is_shape else product(x, w)}

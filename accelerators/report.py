@@ -38,7 +38,8 @@ call of a compiled function, and back. Nothing here was run on a GPU or TPU, not
   and writes its results once; an array of which it only overwrites a part is not read.
 - *ratio to the floor*: of them, to the bytes of all operands that results depend on and of all
   results, each once; a trace that is updated in place is read once and written once. For
-  `trace_step`, `trace_carry` and `adjoint_scan` of 512 neurons it must be at most 1.05.
+  `trace_step`, `trace_carry` and `adjoint_scan` of 512 neurons it must be at most 1.05, but for
+  windows of *groups*: on TPUs, their inputs and planes are transposed first.
 - *ratio of blocks*: the bytes of the blocks of all cells of the grid, to the same floor. On a GPU
   what is above 1 is for its caches; a TPU fetches a block if the cell before had another.
 - *XLA*: bytes moved by what XLA makes of the plain formula, without a kernel, to the same floor: of

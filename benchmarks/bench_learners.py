@@ -21,6 +21,8 @@ def cases():
     for workload in WORKLOADS:
         # One workload is enough to time braintrace's e-prop.
         for contender in LEARNERS if workload == 'lif_expon' else LEARNERS[:-1]:
+            if not WORKLOADS[workload].takes(contender):
+                continue
             quick = workload in QUICK and 'eprop' not in contender.lower()
             marks = [pytest.mark.quick] if quick else []
             yield pytest.param(workload, None, contender, marks=marks)

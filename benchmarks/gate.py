@@ -33,7 +33,8 @@ LEAST_TOLERANCE = 0.1
 
 def work_cases() -> Iterator[tuple[str, str]]:
     """Workloads and contenders whose work is counted; ``updates`` changes weights in every step."""
-    yield from ((workload, 'd_rtrl carry') for workload in WORKLOADS)
+    carried = [name for name, work in WORKLOADS.items() if work.takes('d_rtrl carry')]
+    yield from ((workload, 'd_rtrl carry') for workload in carried)
     yield from (('lif_expon', c) for c in ('d_rtrl fresh', 'pp_prop', 'eprop', 'updates'))
 
 

@@ -54,6 +54,8 @@ GOALS = [
     Goal('gradient', 'lif', 'd_rtrl fresh', 'braintrace D_RTRL', 1 / 80),
     Goal('gradient', 'lif_expon', 'd_rtrl fresh', 'braintrace D_RTRL', 1 / 150),
     *(Goal('gradient', w, 'pp_prop', 'braintrace pp_prop', 1 / 1.5) for w in ('lif', 'lif_expon')),
+    Goal('gradient', 'fly', 'd_rtrl fresh', 'bptt', 1.0),
+    Goal('masked matrix', 'fly', 'd_rtrl fresh', 'masked matrix', 1 / 5),
     Goal('updates', 'lif', 'd_rtrl carry', 'braintrace D_RTRL', 1 / 3),
     Goal('updates', 'lif_expon', 'd_rtrl carry', 'braintrace D_RTRL', 1 / 8),
     *(

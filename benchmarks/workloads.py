@@ -1,7 +1,7 @@
 """The registry of workloads: models in the source of either library, their sizes, their data."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ import braintools
 import jax
 import jax.numpy as jnp
 import saiunit as u
+
+from .fly import FlyBrain
 
 __all__ = ['WORKLOADS', 'Workload', 'step_loss']
 
@@ -221,6 +223,8 @@ class Workload:
         What differs at full size.
     one_hot : bool
         Whether an input is one symbol, not a set of spikes.
+    contenders : sequence of str, optional
+        Those that can run it, if not all can.
     few : dict
         What differs in the small copy from that of others.
     """
@@ -229,7 +233,12 @@ class Workload:
     sizes: Sizes
     full: Sizes = field(default_factory=dict)
     one_hot: bool = False
+    contenders: Sequence[str] | None = None
     few: Sizes = field(default_factory=dict)
+
+    def takes(self, contender: str) -> bool:
+        """Whether a contender can run it."""
+        return self.contenders is None or contender in self.contenders
 
     def sized(self, full: bool = False, **others: Any) -> dict[str, Any]:
         """The sizes to run with."""
@@ -313,5 +322,13 @@ WORKLOADS: dict[str, Workload] = {
         dict(inputs=10, size=128, outputs=8, steps=50, batch=16),
         full=dict(size=512, steps=200, batch=64),
         one_hot=True,
+    ),
+    # A whole brain. The carried trace of its low-rank correction would be that of a dense matrix.
+    'fly': Workload(
+        FlyBrain,
+        dict(inputs=512, size=8192, outputs=10, steps=50, batch=8, rate=0.1, density=1e-3, rank=4),
+        full=dict(inputs=2048, size=138_639, density=7.8e-4, steps=20),
+        contenders=('bptt', 'd_rtrl fresh', 'pp_prop'),
+        few=dict(density=0.3),
     ),
 }

@@ -54,6 +54,7 @@ from .op import (
     lora_matmul,
     matmul,
     register_primitive,
+    sparse_matmul,
 )
 from .reference_api.compiler import (
     HiddenPerturbation,
@@ -124,5 +125,6 @@ __all__ = [
     'pp_prop',
     'register_primitive',
     'set_backend',
+    'sparse_matmul',
     'use_backend',
 ]

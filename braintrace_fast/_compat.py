@@ -50,6 +50,7 @@ __all__ = [
     'scan_split',
     'source_line',
     'struct',
+    'varying_alike',
 ]
 
 _HERE = os.path.dirname(__file__)
@@ -181,3 +182,16 @@ def source_line(eqn: JaxprEqn) -> str:
     if origin is None:
         return UNKNOWN_LINE
     return f'{origin.file_name}:{origin.line_num} ({origin.function_name})'
+
+
+def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays, inside ``shard_map`` made to vary over the same axes of the mesh.
+
+    JAX's own operations do so with their operands; a primitive of one's own has to.
+    """
+    own = [jax.typeof(a).manual_axis_type.varying for a in arrays]
+    every = frozenset[str]().union(*own)
+    return [
+        jax.lax.pcast(a, tuple(sorted(every - axes)), to='varying')
+        for a, axes in zip(arrays, own, strict=True)
+    ]

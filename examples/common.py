@@ -19,9 +19,14 @@ import braintrace_fast as braintrace
 
 
 def parse_arguments(
-    description: str, updates: int, learning_rate: float, decay: float
+    description: str,
+    updates: int,
+    learning_rate: float,
+    decay: float,
+    batch_size: int = 32,
+    **flags: str,
 ) -> argparse.Namespace:
-    """The options that all examples have, with defaults of their own."""
+    """The options that all examples have, with defaults of their own; and flags with their help."""
     parser = argparse.ArgumentParser(
         description=description.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -39,7 +44,7 @@ def parse_arguments(
         help='what runs the traces',
     )
     parser.add_argument('--updates', type=int, default=updates, help='batches to train on')
-    parser.add_argument('--batch-size', type=int, default=32, help='trials per batch')
+    parser.add_argument('--batch-size', type=int, default=batch_size, help='trials per batch')
     parser.add_argument(
         '--test-trials', type=int, default=512, help='new trials to measure the accuracy on'
     )
@@ -50,6 +55,8 @@ def parse_arguments(
     parser.add_argument(
         '--plot', metavar='PATH', type=Path, help='draw what was learned into this file'
     )
+    for flag, about in flags.items():
+        parser.add_argument(f'--{flag}', action='store_true', help=about)
     args = parser.parse_args()
     if min(args.updates, args.batch_size, args.test_trials) < 1:
         parser.error('--updates, --batch-size and --test-trials must be at least 1')

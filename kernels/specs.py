@@ -48,7 +48,8 @@ class TraceSpec:
     size : int
         The number of planes.
     shape : tuple of int
-        That of a plane of the trace, ``(*batch, inputs, outputs)``.
+        That of a plane of the trace, ``(*batch, inputs, outputs)``, or with groups
+        ``(*batch, groups, inputs, outputs)``.
     dtype, stored : str
         The types of the operands and of the trace; the same unless it is given.
     steps : int, optional
@@ -61,6 +62,8 @@ class TraceSpec:
         Whether the old trace is read.
     rounded : bool
         Whether what is stored is rounded stochastically.
+    groups : int
+        How many axes (0 or 1) number groups.
     """
 
     size: int
@@ -72,6 +75,7 @@ class TraceSpec:
     density: float = 1.0
     signal: bool = True
     rounded: bool = False
+    groups: int = 0
 
     @property
     def op(self) -> str:
@@ -253,6 +257,8 @@ def _compiled_traces(window: bool) -> list[TraceSpec]:
     specs += [TraceSpec(2, large, 'bfloat16'), TraceSpec(2, large, **rounded)]
     specs += [TraceSpec(6, large), TraceSpec(6, large, **rounded)]  # as many as the kernels take
     specs += [TraceSpec(2, (3, 21, 37), dtype) for dtype in ('float32', 'bfloat16')]
+    specs += [TraceSpec(2, (3, 4, 130, 257), groups=1), TraceSpec(2, (4, 8, 9), groups=1)]
+    specs += [TraceSpec(2, (8, 4, LARGE, LARGE), groups=1)]
     specs += [TraceSpec(3, (130, 257)), TraceSpec(2, (2, 3, 13, 37)), TraceSpec(1, (1, 1, 1))]
     if not window:
         return specs
@@ -310,6 +316,9 @@ _CHECKED_TRACES = {
     'past a tile': TraceSpec(2, (9, 131, 130)),
     'bfloat16': TraceSpec(2, (9, 5, 70), 'bfloat16', bias=True),
     'many planes': TraceSpec(5, (2, 17, 4), density=0.6, stored='bfloat16'),
+    'groups': TraceSpec(2, (3, 4, 17, 70), density=0.7, bias=True, groups=1),
+    'groups, no batch': TraceSpec(1, (3, 5, 6), 'bfloat16', groups=1),
+    'one group past a tile': TraceSpec(1, (2, 1, 33, 130), groups=1),
 }
 _CHECKED_STEPS = {'past a tile': 17, 'many planes': 70}
 
@@ -352,6 +361,8 @@ EMULATED: dict[str, Any] = {
     'a step of many planes': TraceSpec(3, (9, 65)),
     'a step of one weight': TraceSpec(1, (1, 1, 1)),
     'a step of two batch axes': TraceSpec(1, (2, 3, 5, 7), 'bfloat16'),
+    'a step of groups': TraceSpec(2, (2, 3, 19, 70), groups=1),
+    'a carry of groups': TraceSpec(1, (2, 3, 35, 9), steps=7, groups=1),
     'a carry': TraceSpec(2, (2, 19, 70), steps=7),
     'a carry of one weight': TraceSpec(1, (1, 1, 1), steps=7),
     'a carry in bfloat16': TraceSpec(1, (3, 17), 'bfloat16', steps=7),

@@ -26,7 +26,7 @@ def over_batch(a):
 
 toy_op = btf.register_primitive(
     'toy_scaled',
-    lambda x, weight: x * weight,
+    lambda x, weight: x * weight[None],
     batched=True,
     trace_rules=btf.TraceRules(
         outer=lambda x, plane: {'weight': plane * x},

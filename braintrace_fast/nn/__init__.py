@@ -6,7 +6,7 @@ from .conv import Conv1d, Conv2d, Conv3d
 from .embedding import Embedding
 from .forwards import FORWARDED, forwarded
 from .grouped import GroupedLinear
-from .linear import Linear, ScaledWSLinear, SignedWLinear
+from .linear import Linear, ScaledWSLinear, SignedWLinear, SparseLinear
 from .lora import LoRA
 from .lru import LRUCell
 from .minimal import CFNCell, MGUCell, MiniGRU, MiniLSTM, MinimalRNNCell
@@ -32,6 +32,7 @@ __all__ = [
     'MinimalRNNCell',
     'ScaledWSLinear',
     'SignedWLinear',
+    'SparseLinear',
     'URLSTMCell',
     'ValinaRNNCell',
 ]

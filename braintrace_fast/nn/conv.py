@@ -5,6 +5,7 @@ from typing import Any
 import brainstate
 
 from ..op import conv
+from .factors import as_factor
 
 __all__ = ['Conv1d', 'Conv2d', 'Conv3d']
 
@@ -22,7 +23,7 @@ class _TracedConv:
         """The layer; without a bias, whose unit may not fit, for the constructor to find shapes."""
         kernel = params['weight']
         if self.w_mask is not None:
-            kernel = kernel * self.w_mask
+            kernel = kernel * as_factor(self.w_mask, kernel)
         return conv(
             x,
             kernel,

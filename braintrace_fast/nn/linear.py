@@ -1,14 +1,14 @@
-"""Dense layers on the ``matmul`` op."""
+"""Dense layers on the ``matmul`` op, and one with a sparse matrix."""
 
 from typing import Any
 
 import brainstate
 import saiunit as u
 
-from ..op import matmul
+from ..op import matmul, sparse_matmul
 from .factors import as_factor
 
-__all__ = ['Linear', 'ScaledWSLinear', 'SignedWLinear']
+__all__ = ['Linear', 'ScaledWSLinear', 'SignedWLinear', 'SparseLinear']
 
 
 class Linear(brainstate.nn.Linear):
@@ -122,3 +122,38 @@ class SignedWLinear(brainstate.nn.SignedWLinear):
         if self.w_sign is not None:
             weight = weight * as_factor(self.w_sign, weight)
         return matmul(x, weight)
+
+
+class SparseLinear(brainstate.nn.SparseLinear):
+    """``y = x @ W + bias`` for a sparse matrix ``W``, with traced entries and bias.
+
+    Parameters
+    ----------
+    spar_mat : sparse matrix
+        Of brainevent or ``saiunit.sparse``: where the entries are, and their initial values. A
+        matrix with a single value keeps one weight that all entries share.
+    b_init : Callable, ArrayLike or None
+        Makes the bias; None, the default, for no bias.
+    in_size : int or tuple of int, optional
+        The size of the input.
+    name, param_type
+        As for :class:`Linear`.
+
+    Attributes
+    ----------
+    weight : brainstate.ParamState
+        A dictionary with ``weight``, the values of the entries, and, if there is one, ``bias``.
+
+    Examples
+    --------
+    >>> import braintrace_fast as braintrace
+    >>> import jax.numpy as jnp, saiunit as u
+    >>> matrix = u.sparse.CSR.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0]]))
+    >>> braintrace.nn.SparseLinear(matrix)(jnp.array([1.0, 10.0])).tolist()
+    [30.0, 2.0]
+    """
+
+    def update(self, x: Any) -> Any:
+        """Apply the layer to ``x`` of shape ``(..., in_size)``, or to an event array."""
+        params = self.weight.value
+        return sparse_matmul(x, params['weight'], sparse_mat=self.spar_mat, bias=params.get('bias'))

@@ -12,6 +12,8 @@ from .linear import Linear
 
 __all__ = ['CFNCell', 'MGUCell', 'MiniGRU', 'MiniLSTM', 'MinimalRNNCell']
 
+# Constructors repeat arguments: their order and their defaults are public, and differ.
+
 
 class MinimalRNNCell(Cell):
     """The minimal recurrent cell [1]_.

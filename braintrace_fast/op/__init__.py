@@ -8,6 +8,7 @@ from .grouped_matmul import grouped_matmul
 from .lora_matmul import lora_matmul
 from .matmul import matmul
 from .primitive import ETPPrimitive, TraceRules, register_primitive
+from .sparse_matmul import sparse_matmul
 
 __all__ = [
     'ETPPrimitive',
@@ -20,4 +21,5 @@ __all__ = [
     'lora_matmul',
     'matmul',
     'register_primitive',
+    'sparse_matmul',
 ]

@@ -12,27 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from .operands import affine
-from .outer import outer_rules, outer_vjp
-from .primitive import register_primitive, weight_and_bias
+from .outer import affine_primitive
 
 __all__ = ['grouped_matmul', 'grouped_matmul_p']
 
 
-def _forward(
-    x: jax.Array, weight: jax.Array, *bias: jax.Array, has_bias: bool, precision: str | None
-) -> jax.Array:
-    y = jnp.einsum('...gi,gio->...go', x, weight, precision=precision)
-    return y + jnp.broadcast_to(bias[0], y.shape) if has_bias else y
-
-
-grouped_matmul_p = register_primitive(
-    'etp_grouped_matmul',
-    _forward,
-    batched=True,
-    trainable_invars_fn=weight_and_bias,
-    weight_vjp=partial(outer_vjp, groups=1),
-    linear_in_x=('weight',),
-    trace_rules=outer_rules(groups=1),
+grouped_matmul_p = affine_primitive(
+    'etp_grouped_matmul', partial(jnp.einsum, '...gi,gio->...go'), groups=1
 )
 
 
@@ -77,7 +63,9 @@ def grouped_matmul(
     >>> braintrace.grouped_matmul(jnp.ones((2, 2)), weight).tolist()
     [[3.0], [7.0]]
     """
-    return affine('grouped_matmul', grouped_matmul_p, _check, x, weight, bias, weight_fn, bias_fn)
+    return affine(
+        'grouped_matmul', grouped_matmul_p.bind, _check, x, weight, bias, weight_fn, bias_fn
+    )
 
 
 def _check(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> None:

@@ -11,28 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from .operands import affine
-from .outer import outer_rules, outer_vjp
-from .primitive import register_primitive, weight_and_bias
+from .outer import affine_primitive
 
 __all__ = ['matmul', 'matmul_p']
 
 
-def _forward(
-    x: jax.Array, weight: jax.Array, *bias: jax.Array, has_bias: bool, precision: str | None
-) -> jax.Array:
-    y = jnp.dot(x, weight, precision=precision)
-    return y + jnp.broadcast_to(bias[0], y.shape) if has_bias else y
-
-
-matmul_p = register_primitive(
-    'etp_matmul',
-    _forward,
-    batched=True,
-    trainable_invars_fn=weight_and_bias,
-    weight_vjp=outer_vjp,
-    linear_in_x=('weight',),
-    trace_rules=outer_rules(),
-)
+matmul_p = affine_primitive('etp_matmul', jnp.dot)
 
 
 def matmul(
@@ -80,7 +64,7 @@ def matmul(
     >>> braintrace.matmul(jnp.array([1.0, 1.0]), weight, jnp.array([0.5, 0.5])).tolist()
     [4.5, 2.5]
     """
-    return affine('matmul', matmul_p, _check, x, weight, bias, weight_fn, bias_fn)
+    return affine('matmul', matmul_p.bind, _check, x, weight, bias, weight_fn, bias_fn)
 
 
 def _check(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> None:

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import saiunit as u
 
-from .primitive import ETPPrimitive
-
 __all__ = ['affine', 'as_floats', 'check_floats', 'in_unit', 'matmul_precision', 'numbers_of']
 
 Hook = Callable[[Any], Any] | None
@@ -17,7 +15,7 @@ Hook = Callable[[Any], Any] | None
 
 def affine(
     op: str,
-    primitive: ETPPrimitive,
+    bind: Callable[..., jax.Array],
     check: Callable[..., None],
     x: Any,
     weight: Any,
@@ -25,7 +23,7 @@ def affine(
     weight_fn: Hook,
     bias_fn: Hook,
 ) -> Any:
-    """Call an op of a weight and perhaps a bias, after ``check(x, weight, bias)`` of numbers."""
+    """Bind an op of a weight and perhaps a bias, after ``check(x, weight, bias)`` of numbers."""
     weight, weight_unit = numbers_of(weight, weight_fn)
     x, x_unit = u.split_mantissa_unit(x)
     unit = x_unit * weight_unit
@@ -35,7 +33,7 @@ def affine(
         operands.append(jnp.asarray(bias if bias_fn is None else bias_fn(bias)))
     check(*operands)
     check_floats(op, weight=weight, bias=None if bias is None else operands[2])
-    y = primitive.bind(*operands, has_bias=bias is not None, precision=matmul_precision())
+    y = bind(*operands, has_bias=bias is not None, precision=matmul_precision())
     return u.maybe_decimal(y * unit)
 
 

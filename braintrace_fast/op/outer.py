@@ -9,6 +9,7 @@ so the trace of the weight is ``(a, g, i, o)``, and that of a bias ``(a, g, o)``
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,9 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..kernels.promotion import common_type, product, promoted
-from .primitive import TraceRules, Weights
+from .primitive import (
+    ETPPrimitive,
+    TraceRules,
+    Weights,
+    register_primitive,
+    weight_and_bias,
+)
 
-__all__ = ['outer_rules', 'outer_total', 'outer_vjp', 'weighted_sum']
+__all__ = ['affine_primitive', 'outer_rules', 'outer_total', 'outer_vjp', 'weighted_sum']
 
 BLOCK = 16
 """The most examples that are added up at a time when a trace is read."""
@@ -37,6 +44,29 @@ def outer_rules(groups: int = 0, **views: Any) -> TraceRules:
     """
     contract = functools.partial(_contract, groups=groups)
     return TraceRules(_outer, _outer_sum, _decay, contract, is_outer=True, groups=groups, **views)
+
+
+def affine_primitive(name: str, product: Callable[..., jax.Array], groups: int = 0) -> ETPPrimitive:
+    """The op ``product(x, weight) + bias``, where the bias may be missing.
+
+    ``product`` is one of canonical coordinates, and takes a ``precision``.
+    """
+
+    def forward(
+        x: jax.Array, weight: jax.Array, *bias: jax.Array, has_bias: bool, precision: str | None
+    ) -> jax.Array:
+        y = product(x, weight, precision=precision)
+        return y + jnp.broadcast_to(bias[0], y.shape) if has_bias else y
+
+    return register_primitive(
+        name,
+        forward,
+        batched=True,
+        trainable_invars_fn=weight_and_bias,
+        weight_vjp=functools.partial(outer_vjp, groups=groups),
+        linear_in_x=('weight',),
+        trace_rules=outer_rules(groups),
+    )
 
 
 def outer_vjp(

@@ -33,7 +33,8 @@ class DenseFactors(NamedTuple):
     """All that a recurrence needs of a step, dense, with positions and parameters flat.
 
     ``D[g]`` is ``(S, S, P)``, ``L[g]`` and ``R[g]`` ``(S, P)``, ``f[k][g]`` ``(S, P)``, ``J[k]``
-    ``(Y, W)`` with ``W`` the elements of all parameters; ``x[k]`` is the input of op ``k``.
+    ``(Y, W)`` with ``W`` the elements of all parameters; ``x[k]`` is the input of op ``k``, or
+    ``J[k]`` in place of indices, which cannot be smoothed.
     """
 
     step_gradient: Any
@@ -70,7 +71,8 @@ class DenseStep:
         self.widths = [
             s.num_state if isinstance(s, brainstate.HiddenGroupState) else 0 for _, s in states
         ]
-        y = jax.eval_shape(lambda v, s: self.run(v, s).y, values, slices)
+        x, y = jax.eval_shape(lambda v, s: self.run(v, s)[2:4], values, slices)
+        self.of_indices = list(map(_is_index, x))
         self.zeros = [np.zeros(a.shape, a.dtype) for a in y]
         self.columns = [
             [_columns(a.shape, self.varshape(values, g)) for g in range(len(self.groups))]
@@ -110,10 +112,10 @@ class DenseStep:
             x.append(None if place is None else operands[place])
             if inputs is not None:
                 other = list(operands)
-                if place is not None:
+                if place is not None and not _is_index(operands[place]):
                     other[place] = inputs[k]
                 probes.append(primitive.forward(*other, **params))
-            if place is not None and follow is not None:
+            if follow is not None and place is not None and not _is_index(operands[place]):
                 fixed = lax.stop_gradient(operands[place])
                 operands[place] = fixed + follow[k] * (operands[place] - fixed)
             out = primitive.forward(*operands, **params)
@@ -147,6 +149,7 @@ class DenseStep:
 
     def _factors(self, values: Values, slices: Any) -> DenseFactors:
         jacobians = self._new_planes_by(values, slices)
+        J, x = self._weight_jacobians(values, slices), self.run(values, slices).x
         D = [self._own(by_old, g) for g, (by_old, _, _) in enumerate(jacobians)]
         influence = [self._own(by_exits, g) for g, (_, _, by_exits) in enumerate(jacobians)]
         step_gradient = self.jacobian(
@@ -164,8 +167,8 @@ class DenseStep:
                 ]
                 for k, by_group in enumerate(self.columns)
             ],
-            J=self._weight_jacobians(values, slices),
-            x=self.run(values, slices).x,
+            J=J,
+            x=[J if is_index else x for x, J, is_index in zip(x, J, self.of_indices, strict=True)],
         )
 
     def _new_planes_by(self, values: Values, slices: Any) -> list[tuple[Any, Any, Any]]:
@@ -235,15 +238,20 @@ class DenseStep:
         self, values: Values, slices: Any, inputs: Sequence[Any], cotangents: Sequence[Any]
     ) -> jax.Array:
         """Cotangents of the ops' outputs pulled back to the parameters, for other inputs."""
+        places = range(len(cotangents))
+        smooth = [k for k in places if not self.of_indices[k]]
 
         def product(params: list[Any]) -> jax.Array:
-            probes = self.run(values._replace(params=params), slices, inputs=inputs).probes
-            return sum(
-                (jnp.sum(y * c.reshape(y.shape)) for y, c in zip(probes, cotangents, strict=True)),
-                start=jnp.zeros(()),
-            )
+            y = self.run(values._replace(params=params), slices, inputs=inputs).probes
+            terms = (jnp.sum(y[k] * cotangents[k].reshape(y[k].shape)) for k in smooth)
+            return sum(terms, start=jnp.zeros(()))
 
-        return flat(self.jacobian(product)(values.params))
+        by_jacobians = (cotangents[k] @ inputs[k] for k in places if self.of_indices[k])
+        return sum(by_jacobians, start=flat(self.jacobian(product)(values.params)))
+
+
+def _is_index(x: Any) -> bool:
+    return x is not None and not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _written(new: Any, shift: Any, stop: bool) -> Any:

@@ -1,8 +1,8 @@
 """A pass over the trace on a TPU.
 
-Outputs are on lanes and inputs on sublanes, as XLA stores ``(B, I, O)``, so nothing is moved. A
-grid cell owns a tile of the planes; the tiles of the batch come one after the other, so that the
-gradient of a tile of weights stays in VMEM while it is summed. The chunks of a window come
+Outputs are on lanes and inputs on sublanes, as XLA stores ``(B, G, I, O)``, so nothing is moved. A
+grid cell owns a tile of the planes of a group; the tiles of the batch come one after the other, so
+that the gradient of a tile of weights stays in VMEM while it is summed. The chunks of a window come
 innermost, with the new planes in scratch between them. What lies past an edge is read as it comes:
 it is left out of every sum, and never written.
 """
@@ -102,20 +102,23 @@ def supports(todo: Pass) -> str | None:
 def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, jax.Array], Any]:
     """The new planes, and what the signal reads, by a Mosaic kernel."""
     tile = choose_tile(todo)
-    row = pl.BlockSpec((tile.batch, tile.outputs), lambda o, i, b, c: (b, o))
-    rows, columns = row, pl.BlockSpec((tile.batch, tile.inputs), lambda o, i, b, c: (b, i))
+    row = pl.BlockSpec((None, tile.batch, tile.outputs), lambda g, o, i, b, c: (g, b, o))
+    rows = row
+    columns = pl.BlockSpec((None, tile.batch, tile.inputs), lambda g, o, i, b, c: (g, b, i))
     if todo.window:
-        rows = pl.BlockSpec((tile.steps, tile.batch, tile.outputs), lambda o, i, b, c: (c, b, o))
-        columns = pl.BlockSpec((tile.steps, tile.batch, tile.inputs), lambda o, i, b, c: (c, b, i))
+        block = (tile.steps, None, tile.batch)
+        rows = pl.BlockSpec((*block, tile.outputs), lambda g, o, i, b, c: (c, g, b, o))
+        columns = pl.BlockSpec((*block, tile.inputs), lambda g, o, i, b, c: (c, g, b, i))
+    sides = (None, tile.inputs, tile.outputs)
     blocks = Blocks(
         row,
         rows,
         columns,
-        pl.BlockSpec((tile.batch, tile.inputs, tile.outputs), lambda o, i, b, c: (b, i, o)),
-        pl.BlockSpec((tile.inputs, tile.outputs), lambda o, i, b, c: (i, o)),
+        pl.BlockSpec((tile.batch, *sides), lambda g, o, i, b, c: (b, g, i, o)),
+        pl.BlockSpec(sides, lambda g, o, i, b, c: (g, i, o)),
         number=lambda a: pl.BlockSpec(memory_space=pltpu.SMEM),
     )
-    arrays = todo.arrays
+    arrays = _groups_in_front(todo.arrays)
     if arrays.live is not None:  # a kernel cannot read a flag
         arrays = arrays._replace(live=arrays.live.astype(jnp.float32))
     sums = pltpu.VMEM((tile.batch, tile.inputs, tile.outputs), jnp.float32)
@@ -125,6 +128,7 @@ def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, 
         lambda *refs: _kernel(todo, tile, Arrays(*refs[:-4]), *refs[-4:]),
         name=name,
         grid=(
+            todo.groups,
             pl.cdiv(todo.outputs, tile.outputs),
             pl.cdiv(todo.inputs, tile.inputs),
             pl.cdiv(todo.batch, tile.batch),
@@ -133,19 +137,30 @@ def launch(todo: Pass, *, name: str, interpret: Any = False) -> tuple[dict[int, 
         **call_arguments(todo, arrays, blocks),
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=('parallel', 'parallel', 'arbitrary', 'arbitrary')
+            dimension_semantics=('parallel', 'parallel', 'parallel', 'arbitrary', 'arbitrary')
         ),
         interpret=interpret,
     )(*arrays)
     return new, read
 
 
+def _groups_in_front(arrays: Arrays) -> Arrays:
+    """All but the trace with groups in front of the batch, which must be on sublanes."""
+
+    def moved(a: Any) -> Any:
+        *time, batch, groups, size = a.shape
+        return a.reshape(*time, 1, batch, size) if groups == 1 else a.swapaxes(-3, -2)
+
+    names = ('x', 'decay', 'fresh', 'signal', 'w')
+    return arrays._replace(**{k: jax.tree.map(moved, getattr(arrays, k)) for k in names})
+
+
 class _Cell(NamedTuple):
     """What a grid cell works on.
 
-    ``outputs``, ``inputs`` and ``examples`` are its place in the grid, ``first`` is the number of
-    its first example; ``new`` are the planes that it writes, ``narrow`` are sums in scratch of
-    those that cannot be summed up in place, and ``total`` is the gradient so far.
+    ``group``, ``outputs``, ``inputs`` and ``examples`` are its place in the grid, ``first`` is the
+    number of its first example; ``new`` are the planes that it writes, ``narrow`` are sums in
+    scratch of those that cannot be summed up in place, and ``total`` is the gradient so far.
     """
 
     todo: Pass
@@ -154,6 +169,7 @@ class _Cell(NamedTuple):
     new: dict[int, Any]
     narrow: dict[int, Any]
     total: Any
+    group: Any
     outputs: Any
     inputs: Any
     examples: Any
@@ -173,9 +189,9 @@ def _kernel(
     narrow: dict[int, Any],
     total: Any,
 ) -> None:
-    outputs, inputs, examples, chunk = map(pl.program_id, range(4))
+    group, outputs, inputs, examples, chunk = map(pl.program_id, range(5))
     first = examples * tile.batch
-    cell = _Cell(todo, tile, refs, new, narrow, total, outputs, inputs, examples, first)
+    cell = _Cell(todo, tile, refs, new, narrow, total, group, outputs, inputs, examples, first)
 
     def leave() -> None:
         read[...] = total[...].astype(read.dtype)
@@ -265,8 +281,9 @@ def _if(inside: Any, value: jax.Array) -> jax.Array:
 
 def _places(cell: _Cell, b: int) -> jax.Array:
     """Where the elements of the tile of example ``b`` are in their plane."""
-    todo, tile, example = cell.todo, cell.tile, cell.first + b
+    todo, tile = cell.todo, cell.tile
+    block = (cell.first + b) * todo.groups + cell.group
     shape = (tile.inputs, tile.outputs)
     i = cell.inputs * tile.inputs + lax.broadcasted_iota(jnp.int32, shape, 0)
     o = cell.outputs * tile.outputs + lax.broadcasted_iota(jnp.int32, shape, 1)
-    return ((example * todo.inputs + i) * todo.outputs + o).astype(jnp.uint32)
+    return ((block * todo.inputs + i) * todo.outputs + o).astype(jnp.uint32)

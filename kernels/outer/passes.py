@@ -32,20 +32,20 @@ FLOATS = (jnp.dtype('float32'), jnp.dtype('bfloat16'))
 
 
 class Arrays(NamedTuple):
-    """What a kernel reads, with all batch axes as one of size B.
+    """What a kernel reads, with all batch axes as one of size B, and one of G groups.
 
     Attributes
     ----------
     x : array or None
-        The input, ``(B, I)``, or ``(K, B, I)`` over a window; None if it is not multiplied.
+        The input, ``(B, G, I)``, or ``(K, B, G, I)`` over a window; None if it is not multiplied.
     decay : dict
-        ``D[s][q]`` or ``P[s][q]`` by ``(s, q)``, each ``(B, O)``.
+        ``D[s][q]`` or ``P[s][q]`` by ``(s, q)``, each ``(B, G, O)``.
     fresh : dict
-        ``f[s]`` or ``u[s]`` by ``s``, each ``(B, O)`` or ``(K, B, O)``.
+        ``f[s]`` or ``u[s]`` by ``s``, each ``(B, G, O)`` or ``(K, B, G, O)``.
     signal : dict
-        What reads the old planes, by ``q``, each ``(B, O)``.
+        What reads the old planes, by ``q``, each ``(B, G, O)``.
     trace : dict
-        The old planes that are read, by ``q``, each ``(B, I, O)``.
+        The old planes that are read, by ``q``, each ``(B, G, I, O)``.
     w : array or None
         What is multiplied by ``x`` and counted with what the signal reads, like ``f[s]``.
     keys : array or None
@@ -75,8 +75,8 @@ class Pass(NamedTuple):
         The dtype of each plane that has a new value, by ``s``.
     read : dtype or None
         The dtype of what the signal reads; None if it reads nothing.
-    batch, inputs, outputs : int
-        The sizes B, I and O.
+    groups, batch, inputs, outputs : int
+        The sizes G, B, I and O.
     steps : int
         The length K of a window; one for a single step.
     window : bool
@@ -86,6 +86,7 @@ class Pass(NamedTuple):
     arrays: Arrays
     written: dict[int, Any]
     read: Any
+    groups: int
     batch: int
     inputs: int
     outputs: int
@@ -122,7 +123,8 @@ class Blocks(NamedTuple):
 def call_arguments(todo: Pass, arrays: Arrays, blocks: Blocks) -> dict[str, Any]:
     """What ``pallas_call`` must know of the operands and the results of a pass."""
     leaves = jax.tree.leaves(arrays)
-    plane, weights = (todo.batch, todo.inputs, todo.outputs), (todo.inputs, todo.outputs)
+    weights = (todo.groups, todo.inputs, todo.outputs)
+    plane = (todo.batch, *weights)
     in_specs = Arrays(
         None if arrays.x is None else blocks.columns,
         dict.fromkeys(arrays.decay, blocks.row),
@@ -182,6 +184,7 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
     """
     kept = {q: e['weight'] for q, e in enumerate(given.trace) if e is not None}
     *lead, inputs, outputs = next(iter(kept.values())).shape
+    groups = lead.pop() if given.rules.groups else 1
     batch, time = math.prod(lead), given.x.shape[:window]
     decay = {(s, q): given.decay[s][q] for s in kept for q in kept if given.decay[s][q] is not None}
     signal: dict[int, Any] = {
@@ -193,20 +196,22 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
     multiplied = bool(signal) and given.w is not None and 'weight' in given.total
     if multiplied:
         summed.append(given.total['weight'])
-    row, rows = _reshaping(batch, outputs), _reshaping(*time, batch, outputs)
+    row, rows = _reshaping(batch, groups, outputs), _reshaping(*time, batch, groups, outputs)
+    plane = _reshaping(batch, groups, inputs, outputs)
     return Pass(
         Arrays(
-            _reshaping(*time, batch, inputs)(given.x) if fresh or multiplied else None,
+            _reshaping(*time, batch, groups, inputs)(given.x) if fresh or multiplied else None,
             jax.tree.map(row, decay),
             jax.tree.map(rows, fresh),
             jax.tree.map(row, signal),
-            {q: _reshaping(batch, inputs, outputs)(kept[q]) for q in sorted(read)},
+            {q: plane(kept[q]) for q in sorted(read)},
             rows(given.w) if multiplied else None,
             _keys(given),
             None if given.live is None else given.live.reshape(1, 1),
         ),
         {s: kept[s].dtype for s in kept if s in fresh or any(s == p for p, _ in decay)},
         common_type(*(a.dtype for a in summed)) if signal else None,
+        groups,
         batch,
         inputs,
         outputs,
@@ -240,8 +245,6 @@ def reason(
         return 'no plane of the trace is kept'
     if given.x is None or not given.rules.is_outer:
         return 'the trace of the op is not an outer product of its input with a plane'
-    if given.rules.groups:
-        return 'the op has groups, each with a weight of its own'
     for a, shape in _expected(given, kept, window):
         if a.dtype not in FLOATS:
             return f'an operand is of {a.dtype}; kernels take float32 and bfloat16'
@@ -294,7 +297,7 @@ def run(
         new[s] = new[s] | {'weight': weight.reshape(shape)}
     if weight_read is None:
         return tuple(new), given.total
-    read = read | {'weight': weight_read}
+    read = read | {'weight': weight_read.reshape(shape[-2 - given.rules.groups :])}
     if given.total is not None:  # the kernel has multiplied for the weight itself
         read = {
             name: read[name] if name == 'weight' else read[name] + a

@@ -1,11 +1,12 @@
 """A pass over the trace on a GPU.
 
-A program owns a tile of inputs and outputs, ``(tile.inputs, tile.outputs)`` of the ``(B, I, O)`` of
-every plane, and walks the batch: so the gradient of the tile is summed in registers, and nobody
-else touches what the program overwrites. All old planes of an example are loaded before any new one
-is stored. What lies past an edge loads as zero and is not stored.
+A program owns a tile of inputs and outputs of a group, ``(tile.inputs, tile.outputs)`` of the
+``(B, G, I, O)`` of every plane, and walks the batch: so the gradient of the tile is summed in
+registers, and nobody else touches what the program overwrites. All old planes of an example are
+loaded before any new one is stored. What lies past an edge loads as zero and is not stored.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +43,8 @@ def choose_tile(todo: Pass) -> Tile:
     if todo.window:
         converts = any(dtype != jnp.float32 for dtype in todo.written.values())
         many = converts and len(todo.written) > 5
+        # Loads of four elements at once take fewer addresses.
+        many |= todo.outputs % 4 != 0 and len(todo.written) > 1
         least, most, num_warps = 16, (16 if many else 32, 64 if few else 32), 8
     else:
         light = few and todo.arrays.keys is None  # drawing random bits takes registers too
@@ -59,7 +62,7 @@ def supports(todo: Pass) -> str | None:
     rows = len(given.decay) + len(given.fresh) + len(given.signal) + (given.w is not None)
     if rows > ROWS:
         return f'it takes {rows} planes per tile, and registers hold {ROWS}'
-    plane = todo.batch * todo.inputs * todo.outputs
+    plane = todo.batch * todo.groups * todo.inputs * todo.outputs
     size = max(plane, *(a.size for a in jax.tree.leaves(given)))
     return f'an operand has {size} elements, and offsets have 32 bits' if size >= 2**31 else None
 
@@ -68,24 +71,33 @@ def launch(todo: Pass, *, name: str, interpret: bool = False) -> tuple[dict[int,
     """The new planes, and what the signal reads, by a Triton kernel."""
     tile, batch = choose_tile(todo), todo.batch
     time = (todo.steps,) if todo.window else ()
+    tiles = pl.cdiv(todo.inputs, tile.inputs)
+    at = partial(_place, todo, tiles)
+
     zeros = (0,) * (len(time) + 1)
     blocks = Blocks(
-        row=pl.BlockSpec((batch, tile.outputs), lambda i, o: (0, o)),
-        rows=pl.BlockSpec((*time, batch, tile.outputs), lambda i, o: (*zeros, o)),
-        columns=pl.BlockSpec((*time, batch, tile.inputs), lambda i, o: (*zeros, i)),
-        plane=pl.BlockSpec((batch, tile.inputs, tile.outputs), lambda i, o: (0, i, o)),
-        weights=pl.BlockSpec((tile.inputs, tile.outputs), lambda i, o: (i, o)),
+        row=pl.BlockSpec((batch, None, tile.outputs), lambda i, o: (0, at(i)[0], o)),
+        rows=pl.BlockSpec((*time, batch, None, tile.outputs), lambda i, o: (*zeros, at(i)[0], o)),
+        columns=pl.BlockSpec((*time, batch, None, tile.inputs), lambda i, o: (*zeros, *at(i))),
+        plane=pl.BlockSpec((batch, None, tile.inputs, tile.outputs), lambda i, o: (0, *at(i), o)),
+        weights=pl.BlockSpec((None, tile.inputs, tile.outputs), lambda i, o: (*at(i), o)),
         number=lambda a: pl.BlockSpec(a.shape, lambda i, o: (0, 0)),
     )
     new, read = pl.pallas_call(
         lambda *refs: _kernel(todo, tile, Arrays(*refs[:-2]), *refs[-2:]),
         name=name,
-        grid=(pl.cdiv(todo.inputs, tile.inputs), pl.cdiv(todo.outputs, tile.outputs)),
+        # One axis for groups and tiles of inputs: a third is left for vmap.
+        grid=(todo.groups * tiles, pl.cdiv(todo.outputs, tile.outputs)),
         **call_arguments(todo, todo.arrays, blocks),
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=1),
         interpret=interpret,
     )(*todo.arrays)
     return new, read
+
+
+def _place(todo: Pass, tiles: int, program: Any) -> tuple[Any, Any]:
+    """The group of a program, and the place of its tile among those of the inputs."""
+    return (0, program) if todo.groups == 1 else (program // tiles, program % tiles)
 
 
 class _Program(NamedTuple):
@@ -107,9 +119,9 @@ def _load(ref: Any, mask: jax.Array) -> jax.Array:
 
 
 def _kernel(todo: Pass, tile: Tile, refs: Arrays, new: dict[int, Any], read: Any) -> None:
-    first = pl.program_id(0) * tile.inputs, pl.program_id(1) * tile.outputs
-    i = first[0] + lax.iota(jnp.int32, tile.inputs)
-    o = first[1] + lax.iota(jnp.int32, tile.outputs)
+    group, first = _place(todo, pl.cdiv(todo.inputs, tile.inputs), pl.program_id(0))
+    i = first * tile.inputs + lax.iota(jnp.int32, tile.inputs)
+    o = pl.program_id(1) * tile.outputs + lax.iota(jnp.int32, tile.outputs)
     both = (i < todo.inputs)[:, None] & (o < todo.outputs)[None, :]
     # What is not live is not loaded: a product would keep its NaNs.
     live = both if refs.live is None else both & refs.live[0, 0]
@@ -130,7 +142,8 @@ def _kernel(todo: Pass, tile: Tile, refs: Arrays, new: dict[int, Any], read: Any
         for s, ref in new.items():
             value = planes[s]
             if refs.keys is not None and ref.dtype == jnp.bfloat16:
-                place = (b * todo.inputs + i[:, None]) * todo.outputs + o[None, :]
+                row = (b * todo.groups + group) * todo.inputs + i[:, None]
+                place = row * todo.outputs + o[None, :]
                 value = stochastic(value, refs.keys[0, s], place.astype(jnp.uint32))
             plgpu.store(ref.at[b], value.astype(ref.dtype), mask=both)
         return planes[GRADIENT]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..outer.operands import TraceOperands
-from ..trace_step.naive import decayed, outer
+from ..trace_step.naive import decayed, examples, outer
 
 __all__ = ['trace_carry']
 
@@ -14,11 +14,10 @@ def trace_carry(operands: TraceOperands) -> tuple[np.ndarray, np.ndarray]:
     Returns the weight's ``e[s]``, with zeros where a plane is absent or not kept, and its ``read``.
     """
     new, read = decayed(operands)
-    examples = tuple(range(new.ndim - 3))
     for t, x in enumerate(operands.x):
         for s, u in enumerate(operands.fresh):
             if u is not None and operands.trace[s] is not None:
                 new[s] += outer(x, u[t])
         if operands.w is not None:
-            read += outer(x, operands.w[t]).sum(examples)
+            read += outer(x, operands.w[t]).sum(examples(operands, new))
     return new, read

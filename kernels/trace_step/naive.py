@@ -6,7 +6,7 @@ import numpy as np
 from ..dense import dense
 from ..outer.operands import TraceOperands
 
-__all__ = ['decayed', 'outer', 'trace_step']
+__all__ = ['decayed', 'examples', 'outer', 'trace_step']
 
 
 def trace_step(operands: TraceOperands) -> tuple[np.ndarray, np.ndarray]:
@@ -19,7 +19,7 @@ def trace_step(operands: TraceOperands) -> tuple[np.ndarray, np.ndarray]:
         if f is not None and operands.trace[s] is not None:
             new[s] += outer(operands.x, f)
     if operands.w is not None:
-        read += outer(operands.x, operands.w).sum(tuple(range(new.ndim - 3)))
+        read += outer(operands.x, operands.w).sum(examples(operands, new))
     return new, read
 
 
@@ -38,7 +38,12 @@ def decayed(operands: TraceOperands) -> tuple[np.ndarray, np.ndarray]:
         if weights[s] is not None:
             new[s] = sum(decay[s, q] * e[q] for q in planes)
     read = np.stack([signal[q] * e[q] for q in planes])
-    return new, read.sum(tuple(range(read.ndim - 2)))
+    return new, read.sum((0, *(1 + axis for axis in examples(operands, new))))
+
+
+def examples(operands: TraceOperands, new: np.ndarray) -> tuple[int, ...]:
+    """The axes of one plane of a trace that share the weights."""
+    return tuple(range(new.ndim - 3 - operands.rules.groups))
 
 
 def outer(x: jax.Array, plane: jax.Array) -> np.ndarray:

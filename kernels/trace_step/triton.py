@@ -17,7 +17,8 @@ supports, trace_step = entry_points(triton, reference.trace_step, window=False)
 
 def redundant(operands: TraceOperands) -> str | None:
     """Why plain JAX moves as few bytes as the kernel, or None."""
-    batch, planes = math.prod(operands.x.shape[:-1]), sum(e is not None for e in operands.trace)
+    batch = math.prod(operands.x.shape[: -1 - operands.rules.groups])
+    planes = sum(e is not None for e in operands.trace)
     if operands.seed is not None:
         return None
     if all(plane is None for plane in operands.signal or ()):

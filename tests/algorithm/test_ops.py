@@ -14,7 +14,7 @@ import pytest
 import braintrace_fast as btf
 from braintrace_fast import testing
 from braintrace_fast.runtime import planner
-from tests.op_models import OP_MODELS
+from tests.op_models import MODULES, OP_MODELS
 from tests.op_models.model import TRANSITIONS, Driven
 from tests.oracles import op_recurrence as oracle
 
@@ -47,12 +47,13 @@ WAYS = 'per step', 'pieces', 'fresh', 'forwards', 'backwards', 'chunks', 'vmap'
 """Fresh ones are in one window, or in several, in either order."""
 CHEAP = {'forwards': 1e9, 'backwards': 0}
 QUICK = ('d_rtrl', 'per step'), ('d_rtrl', 'pieces'), ('d_rtrl', 'backwards'), ('pp_prop', 'pieces')
-"""For every op; the others for one op, and for all of them slowly."""
+"""For one model of every op; D-RTRL's windows for all models, everything for one model."""
+FIRST = {module.MODELS[0].name for module in MODULES}
 QUICK_OP = 'grouped_matmul'
 
 
 def marks(name: str, rule: str, way: str, transition: str) -> Any:
-    quick = (rule, way) in QUICK or name == QUICK_OP
+    quick = (rule, way) in (QUICK if name in FIRST else QUICK[1:3]) or name == QUICK_OP
     return () if quick and transition == 'two' else pytest.mark.slow
 
 
@@ -69,9 +70,9 @@ CASES = [
 ]
 
 
-def compiled(name: str, transition: str, rule: str, way: str) -> Any:
+def compiled(name: str, transition: str, rule: str, way: str, **more: Any) -> Any:
     model, xs = Driven(OP_MODELS[name], transition), OP_MODELS[name].inputs(STEPS, BATCH)
-    options = RULES[rule].options | {'batch_size': BATCH, 'vmap': way == 'vmap'}
+    options = RULES[rule].options | {'batch_size': BATCH, 'vmap': way == 'vmap'} | more
     if way == 'chunks':
         options['vjp_method'] = 'multi-step'
     return btf.compile(model, RULES[rule].algorithm, xs[0], **options), xs
@@ -185,3 +186,27 @@ def test_one_step_from_a_zero_trace_gives_the_gradient_of_the_step(name, rule):
     expected = oracle.bptt(model.plain, follow, model.parameters(), [model.dense(xs[0])], start)
     by_key = {path[-1]: value for path, value in brainstate.transform.jit(gradient)().items()}
     testing.compare(by_key, expected).check(1e-12)
+
+
+@pytest.mark.parametrize('name', ['embedding', 'lora', 'einsum_shared'])
+@pytest.mark.parametrize('decay', [None, DECAY], ids=['d_rtrl', 'pp_prop'])
+def test_the_oracle_for_users_knows_the_op(name, decay):
+    model, xs = Driven(OP_MODELS[name], 'two'), OP_MODELS[name].inputs(STEPS, BATCH)
+    brainstate.nn.init_all_states(model, BATCH)
+    found = testing.recurrence(model, xs, step_fn=lambda x: oracle.losses_of(model(x)), decay=decay)
+    expected = truth(None, xs, name, 'two', 'd_rtrl' if decay is None else 'pp_prop', 'per step')
+    testing.compare({path[-1]: value for path, value in found.items()}, expected).check(1e-11)
+
+
+IN_KERNELS = 'grouped_matmul', 'einsum_shared', 'einsum_every_class', 'lora', 'conv', 'conv_grouped'
+
+
+@pytest.mark.parametrize('name', IN_KERNELS)
+def test_kernels_carry_the_trace_of_an_op_that_is_an_outer_product(name):
+    with brainstate.environ.context(precision=32):
+        learner, xs = compiled(name, 'two', 'd_rtrl', 'pieces', backend='interpret')
+        chosen = {c.implementation for c in learner.choices if c.op == 'trace_carry'}
+        gradient = found(learner, xs, 'd_rtrl', 'pieces')
+    assert chosen and 'jax' not in chosen
+    expected = truth(learner, OP_MODELS[name].inputs(STEPS, BATCH), name, 'two', 'd_rtrl', 'pieces')
+    testing.compare(gradient, expected).check(1e-5)

@@ -35,6 +35,7 @@ def fast_compilation():
 RUNS = [
     ('delayed_match', 'd_rtrl', 'jax'),
     ('copying_gru', 'pp_prop', 'auto'),
+    ('fly_brain', 'd_rtrl', 'auto'),
     ('spike_classifier', 'pp_prop', 'jax'),
     ('moving_bars', 'd_rtrl', 'jax'),
 ]

@@ -37,8 +37,8 @@ PLATFORM = dict(triton='cuda', mosaic='tpu')
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 
 
-def rules_of(bias):
-    return matmul_rules(has_bias=bias, precision='highest')
+def rules_of(bias, groups=0):
+    return matmul_rules(groups, has_bias=bias, precision='highest')
 
 
 def given(op, size, lead, inputs, outputs, steps=3, shapes=False, **options):
@@ -70,9 +70,9 @@ def pass_of(op, *operands, **named):
     return as_pass(TraceOperands(rules_of(False), *operands, **named), window=op is CARRY)
 
 
-def check(op, backend, operands, interpret=True):
+def check(op, backend, operands, interpret=True, groups=0):
     x, D, f, trace, signal = operands
-    rules = rules_of('bias' in trace[0])
+    rules = rules_of('bias' in trace[0], groups)
     assert supports(op, backend, rules, *operands) is None
     found = jax.jit(call(op, backend, rules, interpret=interpret))(*operands)
     wanted = jax.eval_shape(call(op, 'reference', rules), *operands)
@@ -91,7 +91,7 @@ def naive_values(op, found, operands):
         new, read = define(dataclasses.replace(operands, x=ones, trace=rows))
         for plane, row in zip(values[0], new, strict=True):
             plane['bias'] = row[..., 0, :]
-        values[1]['bias'] = read[0]
+        values[1]['bias'] = read[..., 0, :]
     return as_planes(found, (values[0], values[1] if found[1] else 0.0))
 
 
@@ -100,7 +100,8 @@ def naive_values(op, found, operands):
 @pytest.mark.parametrize('case', CHECKED['trace_step'])
 def test_a_kernel_is_the_reference(op, backend, case):
     # The interpreter pads operands with NaN and starts results as NaN.
-    new, read = check(op, backend, made(CHECKED[op.name][case]))
+    spec = CHECKED[op.name][case]
+    new, read = check(op, backend, made(spec), groups=spec.groups)
     assert np.any(np.asarray(new[0]['weight'], 'float32'))
     assert np.any(np.asarray(read['weight'], 'float32'))
 
@@ -188,18 +189,20 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('op', 'stored'), [(STEP, 'float32'), (CARRY, 'float32'), (CARRY, 'bfloat16')]
+    ('op', 'stored', 'groups'),
+    [(STEP, 'float32', 0), (CARRY, 'float32', 0), (CARRY, 'bfloat16', 0), (CARRY, 'float32', 3)],
 )
-def test_a_grid_has_no_races(op, stored, small_tiles, capfd):
+def test_a_grid_has_no_races(op, stored, groups, small_tiles, capfd):
     # jax 0.10 cannot interpret blocks past the edge of an array that is overwritten in this mode
-    operands = given(op, 2, (4,), 8, 4, steps=5, stored=stored)
-    check(op, 'mosaic', operands, interpret=TWO_CORES)
+    lead = (4, groups) if groups else (4,)
+    operands = given(op, 2, lead, 8, 4, steps=5, stored=stored)
+    check(op, 'mosaic', operands, interpret=TWO_CORES, groups=len(lead) - 1)
     assert 'RACE' not in capfd.readouterr().out
 
 
 @OPS
 def test_a_batch_in_parallel_is_caught(op, small_tiles, monkeypatch, capfd):
-    params = partial(pltpu.CompilerParams, dimension_semantics=('parallel',) * 4)
+    params = partial(pltpu.CompilerParams, dimension_semantics=('parallel',) * 5)
     monkeypatch.setattr(pltpu, 'CompilerParams', lambda dimension_semantics: params())
     operands = given(op, 1, (4,), 2, 2)
     with pytest.raises(AssertionError):
@@ -254,6 +257,33 @@ def test_a_tile_that_is_left_out_is_caught(op, backend, small_tiles, monkeypatch
     monkeypatch.setattr(pl, 'cdiv', lambda a, b: max(1, a // b))
     with pytest.raises(AssertionError):
         check(op, backend, given(op, 1, (2,), 17, 65))
+
+
+@BACKENDS
+@OPS
+def test_groups_that_are_added_up_are_caught(op, backend, monkeypatch):
+    """As if they were a part of the batch; a kernel must keep them apart."""
+    operands = given(op, 1, (2, 3), 5, 6)
+    check(op, backend, operands, groups=1)
+    module = outer_triton if backend == 'triton' else outer_mosaic
+    launch = module.launch
+
+    def added(todo, **options):
+        new, read = launch(todo, **options)
+        return new, jnp.broadcast_to(read.sum(0, keepdims=True), read.shape)
+
+    monkeypatch.setattr(module, 'launch', added)
+    with pytest.raises(AssertionError):
+        check(op, backend, operands, groups=1)
+
+
+@OPS
+def test_a_program_that_takes_the_tile_of_another_group_is_caught(op, monkeypatch):
+    operands = given(op, 1, (2, 3), 35, 6)
+    check(op, 'triton', operands, groups=1)
+    monkeypatch.setattr(outer_triton, '_place', lambda todo, tiles, i: (i % 3, i // 3 * 0))
+    with pytest.raises(AssertionError):
+        check(op, 'triton', operands, groups=1)
 
 
 @BACKENDS
@@ -339,9 +369,10 @@ def test_a_kernel_lowers_inside_shard_map(op, backend):
 
 @BACKENDS
 @OPS
-def test_every_backend_rounds_alike(op, backend):
-    operands = given(op, 2, (3,), 17, 5, stored='bfloat16', bias=True)
-    rules = rules_of(True)
+@pytest.mark.parametrize('lead', [(3,), (2, 3)], ids=['alone', 'in groups'])
+def test_every_backend_rounds_alike(op, backend, lead):
+    operands = given(op, 2, lead, 17, 5, stored='bfloat16', bias=True)
+    rules = rules_of(True, len(lead) - 1)
     found, _ = jax.jit(call(op, backend, rules, seed=7, interpret=True))(*operands)
     wanted, _ = jax.jit(call(op, 'reference', rules, seed=7))(*operands)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -11,6 +11,7 @@ import saiunit as u
 
 import braintrace_fast as btf
 from braintrace_fast import nn, testing
+from tests.promotion import promoting
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -41,7 +42,8 @@ KINDS = pytest.mark.parametrize(
 
 def made(module, name, *sizes, **options):
     brainstate.random.seed(3)
-    return getattr(module, name)(*sizes, **options)
+    with promoting():  # brainstate does, when it makes a layer
+        return getattr(module, name)(*sizes, **options)
 
 
 @KINDS
@@ -54,14 +56,19 @@ def test_it_is_brainstates_layer_with_and_without_batch(
     )
     assert isinstance(ours, getattr(brainstate.nn, name)) and ours.out_size == theirs.out_size
     for x in (draw(2, *in_size), draw(*in_size)):
-        np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-12, atol=1e-13)
+        with promoting():
+            expected = theirs(x)
+        np.testing.assert_allclose(ours(x), expected, rtol=1e-12, atol=1e-13)
     assert ours(draw(*in_size)).shape == ours.out_size
-    pulled = [
-        brainstate.transform.grad(
-            lambda layer=layer: jnp.sin(layer(draw(2, *in_size))).sum(), {'w': layer.weight}
+
+    def pulled_back(layer):
+        return brainstate.transform.grad(
+            lambda: jnp.sin(layer(draw(2, *in_size))).sum(), {'w': layer.weight}
         )()
-        for layer in (ours, theirs)
-    ]
+
+    with promoting():
+        expected = pulled_back(theirs)
+    pulled = pulled_back(ours), expected
     for found, expected in zip(*map(jax.tree.leaves, pulled), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12)
 
@@ -81,17 +88,19 @@ def test_the_same_seed_gives_the_weights_of_the_reference(
     for key, expected in theirs.weight.value.items():
         np.testing.assert_allclose(ours.weight.value[key], expected, rtol=1e-14)
         assert ours.weight.value[key].shape == expected.shape
-    np.testing.assert_allclose(
-        ours(draw(2, *in_size)), theirs(draw(2, *in_size)), rtol=1e-12, atol=1e-13
-    )
+    with promoting():
+        expected = theirs(draw(2, *in_size))
+    np.testing.assert_allclose(ours(draw(2, *in_size)), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_units_of_weight_and_bias():
     weight, bias = draw(3, 2, 4) * u.mS, draw(1, 4) * u.nA
-    layer = nn.Conv1d((7, 2), 4, 3, w_init=weight, b_init=bias)
-    plain = brainstate.nn.Conv1d((7, 2), 4, 3, w_init=draw(3, 2, 4), b_init=draw(1, 4) * 1e-3)
+    layer = made(nn, 'Conv1d', (7, 2), 4, 3, w_init=weight, b_init=bias)
     found = layer(draw(2, 7, 2) * u.mV)
-    np.testing.assert_allclose(found.to_decimal(u.uA), plain(draw(2, 7, 2)), rtol=1e-12)
+    with promoting():
+        plain = brainstate.nn.Conv1d((7, 2), 4, 3, w_init=draw(3, 2, 4), b_init=draw(1, 4) * 1e-3)
+        expected = plain(draw(2, 7, 2))
+    np.testing.assert_allclose(found.to_decimal(u.uA), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import brainevent
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,35 @@ def test_signed_linear_is_brainstates_signed_linear(batch, signs) -> None:
     with promoting():
         expected = plain(x)
     np.testing.assert_allclose(ours(x), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize('batch', [(), (5,), (4, 5)])
+@pytest.mark.parametrize('has_bias', [False, True], ids=['no_bias', 'bias'])
+def test_sparse_linear_is_the_matrix_that_it_is_given(batch, has_bias) -> None:
+    matrix, bias = jnp.where(draw(3, 2, seed=2) > 0, draw(3, 2), 0.0), draw(2, seed=1)
+    layer = nn.SparseLinear(brainevent.CSC.fromdense(matrix), bias if has_bias else None, in_size=3)
+    x = draw(*batch, 3, seed=3)
+    assert isinstance(layer, brainstate.nn.SparseLinear)
+    assert layer.in_size == (3,) and layer.out_size == (2,)
+    expected = np.asarray(x @ matrix) + (np.asarray(bias) if has_bias else 0.0)
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-14)
+    assert layer.weight.value['weight'].shape == (int((matrix != 0).sum()),)
+
+
+def test_sparse_linear_takes_events_and_units_and_gives_gradients() -> None:
+    matrix = u.sparse.CSR.fromdense(jnp.array([[0.0, 2.0], [3.0, 0.0], [1.0, 4.0]]) * u.mS)
+    layer = nn.SparseLinear(matrix, b_init=jnp.ones(2) * u.mS)
+    spikes = brainevent.BinaryArray(jnp.array([True, False, True]))
+    np.testing.assert_allclose(layer(spikes).to_decimal(u.mS), [2.0, 7.0], rtol=1e-12)
+
+    def loss() -> jax.Array:
+        return jnp.sin(layer(spikes).to_decimal(u.mS)).sum()
+
+    (gradient,) = brainstate.transform.grad(loss, layer.states(brainstate.ParamState))().values()
+    cosines = np.cos([2.0, 7.0])
+    weight, bias = (u.get_mantissa(gradient[key]) for key in ('weight', 'bias'))
+    np.testing.assert_allclose(weight, [cosines[1], 0.0, *cosines], rtol=1e-12)
+    np.testing.assert_allclose(bias, cosines, rtol=1e-12)
 
 
 def test_linear_carries_units() -> None:

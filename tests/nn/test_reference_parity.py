@@ -5,6 +5,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
+import brainevent
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,23 @@ OF_TWO_SIZES = [n for n in LAYERS if n not in OWN_SIZES and not n.startswith('Co
 def reference() -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
+        brainevent.config.set_backend('cpu', 'jax_raw')
         return pytest.importorskip('braintrace', reason='the reference needs Python 3.11').nn
+
+
+def random_csr(*sizes: int) -> Any:
+    matrix = np.random.default_rng(1).normal(size=sizes).astype(brainstate.environ.dftype())
+    return brainevent.CSR.fromdense(np.where(matrix > 0, matrix, 0))
+
+
+ARGUMENTS = {'SparseLinear': lambda *sizes: (random_csr(*sizes),)}
+"""Of layers that are not made from two sizes."""
 
 
 def make(module: ModuleType, name: str, *sizes: int) -> Any:
     brainstate.random.seed(3)
     with promoting(module is not nn):
-        layer = getattr(module, name)(*sizes)
+        layer = getattr(module, name)(*ARGUMENTS.get(name, lambda *sizes: sizes)(*sizes))
         if hasattr(layer, 'init_state'):
             layer.init_state(5)
     return layer
@@ -109,7 +120,9 @@ def test_layers_of_other_sizes(reference, name, sizes, lead) -> None:
         'Embedding': rng.integers(5, size=lead),
     }
     found = ours(jnp.asarray(inputs[name]))
-    np.testing.assert_allclose(found, theirs(jnp.asarray(inputs[name])), rtol=1e-12, atol=1e-14)
+    with promoting():
+        expected = theirs(jnp.asarray(inputs[name]))
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
     assert (ours.in_size, ours.out_size) == (theirs.in_size, theirs.out_size)
     assert isinstance(ours, type(theirs).__mro__[1])
 

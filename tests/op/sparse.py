@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import saiunit as u
 
 import braintrace_fast as btf
 
 INPUTS, OUTPUTS = 5, 4
 ROWS = np.array([0, 0, 1, 2, 2, 3, 4], np.int32)
 COLS = np.array([1, 3, 0, 2, 3, 1, 0], np.int32)
+MATRIX = u.sparse.COO((np.ones(7, np.float32), ROWS, COLS), shape=(INPUTS, OUTPUTS))
 
 
 def plain(x: Any, weight: Any, rows: Any, cols: Any, *, size: int = OUTPUTS) -> jax.Array:

@@ -22,6 +22,7 @@ from braintrace_fast.op import (
     lora_matmul,
     matmul,
     register_primitive,
+    sparse_matmul,
 )
 from tests.op import conv_geometries, sparse
 
@@ -141,9 +142,24 @@ CASES = [
         )
         for name, x, kernel, bias, _, options in conv_geometries.FEW
     ),
+    Case(
+        'sparse_matmul_vector',
+        functools.partial(sparse_matmul, sparse_mat=sparse.MATRIX),
+        lambda x, w: x @ sparse.dense(w),
+        ((sparse.INPUTS,), sparse.ROWS.shape),
+        ((0,), (1,)),
+    ),
+    Case(
+        'sparse_matmul_batch_bias',
+        lambda x, w, b: sparse_matmul(x, w, sparse_mat=sparse.MATRIX, bias=b),
+        lambda x, w, b: affine(x, sparse.dense(w), b),
+        ((3, sparse.INPUTS), sparse.ROWS.shape, (sparse.OUTPUTS,)),
+        ((1, 2),),
+    ),
 ]
 
-BATCHED = [case for case in CASES if case.name in ('matmul_batch_bias', 'user_op_batched')]
+SHARDED = 'matmul_batch_bias', 'sparse_matmul_batch_bias', 'user_op_batched'
+BATCHED = [case for case in CASES if case.name in SHARDED]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
