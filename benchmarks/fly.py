@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import saiunit as u
 
+from .neurons import lif
+
 __all__ = ['FlyBrain', 'random_connectome']
 
 
@@ -53,15 +55,7 @@ class FlyBrain(brainstate.nn.Module):
             self.connectome = library.nn.SparseLinear(matrix)
         self.correction = library.nn.LoRA(size, rank, size)
         self.current = bp.Expon(size, tau=5 * u.ms, g_initializer=lambda shape: jnp.zeros(shape))
-        self.neurons = bp.LIF(
-            size,
-            tau=10 * u.ms,
-            V_th=1.0 * u.mV,
-            V_reset=0 * u.mV,
-            V_rest=0 * u.mV,
-            R=1 * u.ohm,
-            V_initializer=lambda shape: brainstate.random.uniform(0.0, 1.2, shape) * u.mV,
-        )
+        self.neurons = lif(size, tau=10 * u.ms)
         self.readout = brainstate.nn.Linear(size, outputs)
 
     def update(self, x: jax.Array) -> jax.Array:

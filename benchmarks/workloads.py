@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import saiunit as u
 
 from .fly import FlyBrain
+from .neurons import lif
 
 __all__ = ['WORKLOADS', 'Workload', 'step_loss']
 
@@ -26,18 +27,6 @@ def normal(scale: float, unit: u.Unit = u.UNITLESS) -> Callable[[Any], Any]:
 
 def zeros(unit: u.Unit) -> Callable[[Any], Any]:
     return lambda shape: u.math.zeros(shape) * unit
-
-
-def lif(size: int) -> bp.LIF:
-    return bp.LIF(
-        size,
-        tau=20 * u.ms,
-        V_th=1.0 * u.mV,
-        V_reset=0 * u.mV,
-        V_rest=0 * u.mV,
-        R=1 * u.ohm,
-        V_initializer=lambda shape: brainstate.random.uniform(0.0, 1.2, shape) * u.mV,
-    )
 
 
 class LIFLayer(brainstate.nn.Module):

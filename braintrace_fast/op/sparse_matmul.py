@@ -142,11 +142,8 @@ def sparse_matmul(
         ``CSC``, ``FixedNumPerPre``, ``FixedNumPerPost`` or ``Dense`` of brainevent, ``CSR``,
         ``CSC`` or ``COO`` of ``saiunit.sparse``, ``BCOO`` or ``BCSR`` of
         ``jax.experimental.sparse``. Its own data is not read.
-    bias : ArrayLike, optional
-        Shape ``(outputs,)``, in a unit that converts to that of ``x * weight``.
-    weight_fn, bias_fn : Callable, optional
-        Applied to the weight and to the bias before the op: to their numbers, without the unit,
-        which is put back after. Gradients are those of the raw weight and bias.
+    bias, weight_fn, bias_fn : optional
+        As :func:`matmul` takes them.
 
     Returns
     -------

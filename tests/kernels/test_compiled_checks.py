@@ -241,6 +241,7 @@ def test_there_are_cases_on_both_sides_of_what_auto_takes_on_tpus(monkeypatch):
         'S=2, K=128, (256, 512)': [],
         'S=1, K=64, (8, 512), 1 within': [],
         'S=1, K=64, (8, 512), 2 within': but_v5p,
+        'S=2, K=64, (8, 512), windows follow': but_v5p,
     }
 
 
@@ -291,7 +292,7 @@ def test_the_plain_walk_is_that_of_the_kernel():
     rng = np.random.default_rng(0)
     operands = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), case.operands)
     found = implementation(case, 'reference')(*operands)
-    D, f, L, R, c = map(np.array, operands)
+    D, f, L, R, c = map(np.array, operands[:5])
     moved_axes = np.moveaxis(D, 2, 0), *(np.moveaxis(a, 1, 0) for a in (f[0], L, R)), c[0]
     (nu, P), (w, u) = stacked_walk(*moved_axes)
     wanted = (found.nu, found.P, found.w[0], np.moveaxis(np.array(found.u[0]), 1, 0))
