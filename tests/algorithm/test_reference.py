@@ -142,7 +142,7 @@ class Masked(Leaky):
     MASK = np.random.default_rng(5).binomial(1, 0.6, (N_IN + N, N))
 
     def weight(self):
-        return self.W.value * self.MASK
+        return self.W.value * jnp.asarray(self.MASK, self.W.value.dtype)
 
 
 class Transposed(Leaky):
