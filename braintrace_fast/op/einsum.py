@@ -119,8 +119,8 @@ def einsum(
         begin with the same letter, the batch, which the weight does not have. Every letter of the
         weight is in ``x`` or in the result. Spaces do not count.
     x : ArrayLike
-        An axis for every letter of its operand. Integers and booleans (spikes) are taken as the
-        weight's dtype.
+        An axis for every letter of its operand, or for all but the batch. Integers and booleans
+        (spikes) are taken as the weight's dtype.
     weight : ArrayLike
         Likewise.
     weight_fn : Callable, optional
@@ -155,6 +155,9 @@ def einsum(
     weight, weight_unit = numbers_of(weight, weight_fn)
     numbers, x_unit = u.split_mantissa_unit(x)
     numbers = as_floats(numbers, weight.dtype)
+    x_letters, y_letters = equation.split(',')[0], equation.split('->')[1]
+    if numbers.ndim == len(x_letters) - 1:  # an example by itself
+        equation = f'{equation[1:].split("->")[0]}->{y_letters[1:]}'
     _check_shapes(equation, numbers, weight)
     check_floats('einsum', weight=weight)
     y = einsum_p.bind(numbers, weight, equation=equation, precision=matmul_precision())

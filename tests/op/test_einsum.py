@@ -56,7 +56,7 @@ def test_an_equation_of_another_form_is_refused(equation, message) -> None:
 @pytest.mark.parametrize(
     ('x', 'weight', 'error', 'message'),
     [
-        (jnp.ones(3), jnp.ones((3, 4)), ValueError, r'x of shape \(3,\), expected 2 axes \(bk\)'),
+        (jnp.ones((2, 2, 3)), jnp.ones((3, 4)), ValueError, r'3\), expected 2 axes \(bk\)'),
         (jnp.ones((2, 3)), jnp.ones(3), ValueError, 'weight of shape'),
         (jnp.ones((2, 3)), jnp.ones((5, 4)), ValueError, "give 'k' the sizes 3 and 5"),
         (jnp.ones((2, 3)), jnp.ones((3, 4), int), TypeError, 'einsum: found a weight of dtype'),
@@ -65,3 +65,9 @@ def test_an_equation_of_another_form_is_refused(equation, message) -> None:
 def test_errors_say_what_was_found_and_expected(x, weight, error, message) -> None:
     with pytest.raises(error, match=message):
         einsum('bk,kn->bn', x, weight)
+
+
+def test_an_example_may_come_without_a_batch() -> None:
+    x, weight = jnp.arange(6.0).reshape(2, 3), jnp.arange(12.0).reshape(3, 4)
+    batch = einsum('btk,kn->btn', x[None], weight)
+    np.testing.assert_array_equal(einsum('btk,kn->btn', x, weight), batch[0])

@@ -13,7 +13,6 @@ def case(name: str, equation: str, x: tuple, y: tuple, weight: tuple) -> OpModel
         x=x,
         y=y,
         weights={'weight': weight},
-        needs_batch=True,
     )
 
 

@@ -56,8 +56,6 @@ class OpModel:
     weights: dict[str, tuple[int, ...]]
     draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = normal
     dense: Callable[[Any], Any] = same
-    needs_batch: bool = False
-    """Whether the op refuses inputs without a batch axis."""
 
     def inputs(self, steps: int, batch: int) -> jax.Array:
         return jnp.asarray(self.draw(np.random.default_rng(1), (steps, batch, *self.x)))
@@ -87,8 +85,7 @@ class Driven(brainstate.nn.Module):
 
     def update(self, x: Any) -> States:
         weights = {key: getattr(self, key).value for key in self.model.weights}
-        alone = self.model.needs_batch and x.ndim == len(self.model.x)
-        y = self.model.op(x[None], weights)[0] if alone else self.model.op(x, weights)
+        y = self.model.op(x, weights)
         names = [f'h{s}' for s in range(self.size)]
         new = self.transition(tuple(getattr(self, name).value for name in names), y)
         for name, value in zip(names, new, strict=True):
