@@ -8,6 +8,7 @@ import pytest
 
 import braintrace_fast as btf
 from braintrace_fast import testing
+from braintrace_fast.runtime import planner
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -93,9 +94,12 @@ def reverse_mode():
 
 
 @pytest.mark.parametrize('every', [None, 1, 3])
-@pytest.mark.parametrize('trace', ['carry', 'fresh'])
-def test_nothing_before_the_end_of_an_episode_counts(trace, every):
-    check(gradient(make(), trace=trace, trace_every=every), reverse_mode())
+@pytest.mark.parametrize(('trace', 'cheap'), [('carry', 1), ('fresh', 1e6), ('fresh', 0)])
+def test_nothing_before_the_end_of_an_episode_counts(monkeypatch, trace, cheap, every):
+    monkeypatch.setattr(planner, 'CHEAP', cheap)
+    learner = make()
+    check(gradient(learner, trace=trace, trace_every=every), reverse_mode())
+    assert learner.plan.backwards == (cheap == 0 and every is not None)
 
 
 @pytest.mark.parametrize('rule', RULES)
