@@ -384,3 +384,30 @@ def test_fresh_windows_run_backwards_where_a_trace_is_large_or_cannot_be(carried
     forwards = planned(1000, refuses='for a reason')
     assert forwards.windows == ((1, 1000),)
     assert 'for a reason' in planned(1000, 50 * 2**25, 'for a reason').reason
+
+
+@pytest.mark.parametrize(
+    ('per_step', 'length', 'windows'),
+    [
+        (2**16, 200, ((1, 200),)),
+        (2**20, 64, ((1, 64),)),
+        (2**20, 96, ((6, 16),)),
+        (2**23, 40, ((4, 10),)),
+        (2**18, 320, ((5, 64),)),
+    ],
+)
+def test_on_cpus_fresh_windows_are_short_where_steps_take_much(per_step, length, windows):
+    floats = per_step // 8  # each is there twice
+
+    def window(inputs, total, entry, index):
+        return total, entry, jnp.cumsum(inputs, axis=0)
+
+    inputs = jax.ShapeDtypeStruct((length, floats), jnp.float32)
+    args = jnp.zeros(1), jnp.zeros(per_step), jnp.zeros(1)
+    traits = Traits(per_step // 2, 0, is_cached=True)
+    plan = plan_windows(window, inputs, args, None, True, 2**50, traits)
+    assert plan.windows == windows and plan.backwards == (windows[0][0] > 1)
+    carried = plan_windows(window, inputs, args, None, False, 2**50, traits)
+    elsewhere = plan_windows(window, inputs, args, None, True, 2**50, Traits(per_step // 2, 0))
+    for other in carried, elsewhere:
+        assert other.steps >= min(length, 64)
