@@ -48,7 +48,7 @@ CHEAP = 1
 """A trace of at most so many times the bytes that a step computes is cheaper to carry than a second
 forward pass is."""
 
-ROOMY = 2**26
+ROOMY = 2**27
 """On CPUs, fresh sequences whose steps take more bytes do not run in a single window: new pages of
 memory cost more time than a second forward pass does."""
 
