@@ -237,7 +237,10 @@ def plan_windows(
     if every is not None:
         windows = split(length, every)
         several = windows != ((1, length),)
-        return Plan(windows, f'trace_every={every}', budget, backwards=backwards and several)
+        reason = f'trace_every={every}'
+        if fresh and several and traits.refuses_backwards is not None:
+            reason = f'{reason}; {traits.refuses_backwards}'
+        return Plan(windows, reason, budget, backwards=backwards and several)
     rough = Count(GENEROUS * tree_bytes(args), GENEROUS * traits.step_bytes)
     if length <= least and traits.fits_at_once(length, rough, budget, backwards):
         reason = 'all fit, and need no trace' if fresh and not traits.is_small else 'all fit'
