@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import Path, PyTree
-from ..errors import NotSupportedError
 from ..runtime.engine import BackwardEngine, Steps, Trace
 from ..runtime.factors import Entry, GroupPlanes, as_window, stacked, without_zeros
 from ..runtime.gradient import GradientSum
@@ -115,21 +114,8 @@ def run_windows(
         request.budget,
         window.traits,
     ).describe(window.parts, entry.trace)
-    _check_room(window.traits, plan, request.fresh)
     run = _last_to_first if plan.backwards else _first_to_last
     return run(window, plan, sequences._replace(inputs=inputs), total)
-
-
-def _check_room(traits: Traits, plan: Plan, fresh: bool) -> None:
-    """Refuse fresh windows that would have to carry a trace, and cannot."""
-    alone = plan.windows == ((1, plan.steps),)
-    if fresh and not (alone or plan.backwards or traits.can_carry):
-        raise NotSupportedError(
-            f"With trace='fresh', these are {plan.lines()[0]}. Such windows would carry a trace, "
-            'which this model cannot. Give shorter sequences or a larger memory_budget (and no '
-            'trace_every), so that all steps are one window; or do away with what keeps windows '
-            'from running from the last to the first.'
-        )
 
 
 def _first_to_last(

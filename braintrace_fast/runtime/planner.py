@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._typing import PyTree
+from ..errors import NotSupportedError
 from .memory_budget import default_budget, parse_bytes, show_bytes
 from .window_memory import Count, count_window, tree_bytes
 
@@ -237,10 +238,9 @@ def plan_windows(
     if every is not None:
         windows = split(length, every)
         several = windows != ((1, length),)
-        reason = f'trace_every={every}'
-        if fresh and several and traits.refuses_backwards is not None:
-            reason = f'{reason}; {traits.refuses_backwards}'
-        return Plan(windows, reason, budget, backwards=backwards and several)
+        if fresh and several and not backwards:
+            _check_carry(traits)
+        return Plan(windows, f'trace_every={every}', budget, backwards=backwards and several)
     rough = Count(GENEROUS * tree_bytes(args), GENEROUS * traits.step_bytes)
     if length <= least and traits.fits_at_once(length, rough, budget, backwards):
         reason = 'all fit, and need no trace' if fresh and not traits.is_small else 'all fit'
@@ -249,11 +249,24 @@ def plan_windows(
         plan = _without_trace(window, inputs, args, budget, traits, rough, backwards)
         if plan is not None:
             return plan
+        _check_carry(traits)
     count = count_window(window, inputs, *args)
     steps, reason = _longest_that_pay(length, least, budget, count)
     if fresh and not traits.is_small and carries is not None:
         reason = f'{reason}; {carries}'
     return Plan(split(length, steps, even=True), reason, budget, count)
+
+
+def _check_carry(traits: Traits) -> None:
+    """Refuse several fresh windows that do not go backwards, where a trace cannot be carried."""
+    if not traits.can_carry:
+        raise NotSupportedError(
+            "With trace='fresh', these sequences would be several windows, which carry a trace if "
+            f'they cannot run from the last to the first: {traits.refuses_backwards}. But the '
+            'trace of this model cannot be carried. Give shorter sequences or a larger '
+            'memory_budget (and no trace_every), so that all steps are one window; or remove the '
+            'reason.'
+        )
 
 
 def _without_trace(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
+from braintrace_fast import NotSupportedError
 from braintrace_fast.runtime import memory_budget, planner
 from braintrace_fast.runtime.planner import (
     Count,
@@ -383,7 +384,11 @@ def test_fresh_windows_run_backwards_where_a_trace_is_large_or_cannot_be(carried
     assert tight.count.fixed == 2**20 * sum(count for count, _ in tight.windows)
     forwards = planned(1000, refuses='for a reason')
     assert forwards.windows == ((1, 1000),)
-    assert 'for a reason' in planned(1000, 50 * 2**25, 'for a reason').reason
+    if carried:
+        assert 'for a reason' in planned(1000, 50 * 2**25, 'for a reason').reason
+    else:
+        with pytest.raises(NotSupportedError, match='for a reason'):
+            planned(1000, 50 * 2**25, 'for a reason')
 
 
 @pytest.mark.parametrize(
