@@ -41,27 +41,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile('suite')
 
 
-TESTS = Path(__file__).parent
-# Their models and oracles may promote, as those of users do; most are yet to be tried without.
-PROMOTING = [
-    TESTS / name
-    for name in """
-    algorithm/test_backends.py algorithm/test_backwards.py algorithm/test_callbacks.py
-    algorithm/test_conv.py algorithm/test_dead_traces.py algorithm/test_determinism.py
-    algorithm/test_environment.py algorithm/test_in_place.py algorithm/test_mapped_by_hand.py
-    algorithm/test_narrow_traces.py algorithm/test_op_equivalences.py algorithm/test_ops.py
-    algorithm/test_position_wise.py algorithm/test_ragged_windows.py
-    algorithm/test_reference.py algorithm/test_restarts.py algorithm/test_save_load.py
-    algorithm/test_several_devices.py algorithm/test_signals.py algorithm/test_table.py
-    algorithm/test_windows.py benchmarks examples fuzz soak
-    """.split()
-]
-
-
 @pytest.fixture(autouse=True)
-def _promotion(request):
+def _promotion():
     """The library promotes types and ranks explicitly; see also `tests/promotion.py`."""
-    with promoting(any(map(request.path.is_relative_to, PROMOTING))):
+    with promoting(False):
+        yield
+
+
+@pytest.fixture
+def promotes(_promotion):
+    """Let a test's models promote, as those of users may."""
+    with promoting():
         yield
 
 

@@ -6,6 +6,7 @@ import brainstate
 import jax
 
 from ..compiler import ControlFlowPolicy
+from ..kernels.promotion import product
 from ..runtime.factors import Factors, Signals
 from .presets import ParamDimVjpAlgorithm
 from .signals import check_modulator, modulated
@@ -108,7 +109,7 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         if modulator is None:
             return None
         checked = check_modulator(modulator, self.graph.hidden_groups)
-        return checked if self.step_weight is None else checked * self.step_weight
+        return checked if self.step_weight is None else product(checked, self.step_weight)
 
     def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
         """The modulator as the signal of every state."""

@@ -7,8 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax import lax
 
 from ..compiler import HiddenParamOpRelation
+from ..kernels.promotion import product
 from ..op import TraceRules
 
 __all__ = ['bound_rules', 'operand', 'plane_views', 'varying_weights']
@@ -27,7 +29,7 @@ def bound_rules(
 
     def outer(x: Any, plane: jax.Array) -> Any:
         trace = rules.outer(x, plane, **params)
-        return {k: leaf * slopes[k] if k in slopes else leaf for k, leaf in trace.items()}
+        return {k: _scaled(leaf, slopes[k]) if k in slopes else leaf for k, leaf in trace.items()}
 
     def bound(rule: Any) -> Any:
         return None if rule is None else partial(rule, **params)
@@ -43,6 +45,11 @@ def bound_rules(
         plane_view=bound(rules.plane_view),
         weight_view=bound(rules.weight_view),
     )
+
+
+def _scaled(trace: jax.Array, slope: jax.Array) -> jax.Array:
+    """The trace of a weight times ``d weight / d parameter``, which the batch shares."""
+    return product(trace, lax.expand_dims(slope, range(trace.ndim - slope.ndim)))
 
 
 def operand(rules: TraceRules, x: Any) -> Any:

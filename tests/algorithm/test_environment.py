@@ -220,7 +220,7 @@ def test_a_refractory_neuron_knows_the_time():
         return Net()
 
     model, plain = make_model(), make_model()
-    xs, times = jnp.abs(jnp.asarray(XS)), jnp.arange(STEPS) * 0.1 * u.ms
+    xs, times = jnp.abs(jnp.asarray(XS)), jnp.arange(0.0, STEPS) * 0.1 * u.ms
     with brainstate.environ.context(t=0.0 * u.ms):
         learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=BATCH)
         brainstate.nn.init_all_states(plain, batch_size=BATCH)

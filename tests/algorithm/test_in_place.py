@@ -22,7 +22,7 @@ class TwoPlanes(brainstate.nn.Module):
 
     def __init__(self, narrow=False):
         super().__init__()
-        self.decay = 0.5 if narrow else jnp.linspace(0.3, 0.7, SIZE)
+        self.decay = 0.5 if narrow else jnp.linspace(0.3, 0.7, SIZE)[None]
         self.current = braintrace.nn.Linear(INPUTS + SIZE, SIZE)
 
     def init_state(self, batch_size=None, **_):

@@ -15,6 +15,7 @@ from braintrace_fast.compiler.uniform import uniform_arrays
 from tests.algorithm.learning import add_trees, at, begin, check, learning
 from tests.models import MODELS, N_IN, N, SynapseNet, lif
 from tests.oracles.recurrence import STEPS, step_loss
+from tests.promotion import promoting
 
 NARROW = {
     'lif_expon': [False, True],
@@ -127,7 +128,8 @@ def test_what_follows_a_whole_plane_is_whole(x64):
 
 def test_time_constants_of_their_own_leave_planes_whole():
     net = SynapseNet(lif, tau=jnp.linspace(0.3, 0.7, N) * u.ms)
-    learner = btf.compile(net, 'd_rtrl', jnp.ones((2, N_IN)), batch_size=2)
+    with promoting():  # brainpy.state broadcasts time constants
+        learner = btf.compile(net, 'd_rtrl', jnp.ones((2, N_IN)), batch_size=2)
     assert learner.graph.transitions[0].uniform == [False, False]
 
 

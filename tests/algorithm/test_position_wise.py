@@ -54,7 +54,7 @@ def concatenated(end):
 
 
 def loss_of(run):
-    return lambda x: jnp.sum(jnp.sin(run(x) * jnp.arange(1.0, N + 1)))
+    return lambda x: jnp.sum(jnp.sin(run(x) * jnp.arange(1.0, N + 1)[None]))
 
 
 def learn(model, algorithm='d_rtrl', **options):

@@ -9,6 +9,7 @@ import pytest
 import braintrace_fast as btf
 from braintrace_fast import testing
 from braintrace_fast.runtime import planner
+from tests.models import of_rank
 
 pytestmark = pytest.mark.usefixtures('x64')
 
@@ -44,7 +45,7 @@ class Net(brainstate.nn.Module):
         old, self.spent.value = self.v.value, self.spent.value + 1
         self.clock.value = self.clock.value + 1
         self.i.value = 0.8 * self.i.value + btf.matmul(x, self.w.value)
-        self.v.value = jnp.asarray(LEAKS) * old + jnp.tanh(self.i.value)
+        self.v.value = of_rank(old.ndim, jnp.asarray(LEAKS)) * old + jnp.tanh(self.i.value)
         return self.v.value + 0.3 * old**2 + 0.1 * self.spent.value[..., None]
 
 
@@ -83,10 +84,10 @@ def reverse_mode():
         i, v, spent = jnp.zeros((BATCH, N)), jnp.broadcast_to(START, (BATCH, N)), jnp.zeros(BATCH)
         total = 0.0
         for x, done in zip(XS, DONE, strict=True):
-            i, v = jnp.where(done[:, None], 0.0, i), jnp.where(done[:, None], START, v)
+            i, v = jnp.where(done[:, None], 0.0, i), jnp.where(done[:, None], START[None], v)
             old, spent = v, jnp.where(done, 0.0, spent) + 1
             i = 0.8 * i + x @ w
-            v = LEAKS * old + jnp.tanh(i)
+            v = LEAKS[None] * old + jnp.tanh(i)
             total += jnp.sum(jnp.sin(v + 0.3 * old**2 + 0.1 * spent[:, None]))
         return total
 

@@ -22,6 +22,7 @@ from tests.algorithm.learning import add_trees, begin, check, learning
 from tests.models import MODELS
 from tests.oracles.recurrence import step_loss
 from tests.programs import output_of, start
+from tests.promotion import promoting
 
 BATCH, N_IN, N = 2, 3, 4
 XS = np.random.default_rng(0).normal(size=(6, BATCH, N_IN)).astype('float32')
@@ -175,7 +176,9 @@ def test_an_optimiser_goes_on_bit_by_bit(tmp_path):
         if path is not None:
             learner.load(path, others)
         for _ in range(calls):
-            optimiser.update(learner.etrace_grad(XS, step_fn=lambda x: (learner(x) ** 2).mean()))
+            grads = learner.etrace_grad(XS, step_fn=lambda x: (learner(x) ** 2).mean())
+            with promoting():  # optax does
+                optimiser.update(grads)
         return learner, others
 
     learner, others = trained(2)

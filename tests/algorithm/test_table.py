@@ -214,7 +214,7 @@ class Chain(brainstate.nn.Module):
 
     def update(self, x):
         signal = btf.matmul(x, self.W.value)
-        leak = btf.element_wise(self.a.value, weight_fn=jax.nn.sigmoid)
+        leak = btf.element_wise(self.a.value, weight_fn=jax.nn.sigmoid)[None]
         last = getattr(self, f'h{self.size - 1}').value
         for s in range(self.size):
             state = getattr(self, f'h{s}')

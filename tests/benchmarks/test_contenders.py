@@ -9,6 +9,8 @@ from benchmarks import contenders
 from benchmarks.contenders import build, gradient_errors
 from benchmarks.workloads import WORKLOADS
 
+pytestmark = pytest.mark.usefixtures('promotes')  # brainstate's readouts broadcast their biases
+
 
 @pytest.fixture(autouse=True)
 def _step():

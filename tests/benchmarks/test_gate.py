@@ -8,6 +8,8 @@ import pytest
 from benchmarks import gate
 from braintrace_fast.driver import windows
 
+pytestmark = pytest.mark.usefixtures('promotes')  # brainstate's readout broadcasts its bias
+
 SIZES = dict(inputs=6, size=10, outputs=3, steps=12, batch=2)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import saiunit as u
 
+pytestmark = pytest.mark.usefixtures('promotes')  # they read as users would write them
+
 EXAMPLES = Path(__file__).resolve().parents[2] / 'examples'
 PNG = b'\x89PNG\r\n\x1a\n'
 

@@ -13,6 +13,7 @@ PLAIN = 156  # the seed of a small program without special features
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('promotes')  # programs as users write them: masks of booleans, and more
 def test_random_programs_learn_as_the_oracle_says(tmp_path):
     result = run(todays_seed(), 75, tmp_path)
     assert not result.failures, '\n\n'.join([*result.failures, str(result)])

@@ -22,7 +22,7 @@ MODELS = [
         lambda x, w: btf.conv(
             x, w['weight'], w['bias'], strides=(2, 1), kernel_fn=jnp.sin, bias_fn=jnp.cos, **IMAGE
         ),
-        lambda x, w: image(x, jnp.sin(w['weight'])) + jnp.cos(w['bias']),
+        lambda x, w: image(x, jnp.sin(w['weight'])) + jnp.cos(w['bias'])[None, None, None],
         x=(3, 3, 2),
         y=(2, 3, 4),
         weights={'weight': (3, 2, 2, 4), 'bias': (4,)},
@@ -30,7 +30,7 @@ MODELS = [
     OpModel(
         'conv_grouped',
         lambda x, w: btf.conv(x, w['weight'], w['bias'], padding=[(1, 0)], feature_group_count=2),
-        lambda x, w: line(x, w['weight']) + w['bias'][:, None],
+        lambda x, w: line(x, w['weight']) + w['bias'][None, :, None],
         x=(4, 3),
         y=(6, 3),
         weights={'weight': (6, 2, 2), 'bias': (6,)},
@@ -38,7 +38,7 @@ MODELS = [
     OpModel(
         'conv_bias_per_position',
         lambda x, w: btf.conv(x, w['weight'], w['bias'], strides=(2, 1), **IMAGE),
-        lambda x, w: image(x, w['weight']) + w['bias'],
+        lambda x, w: image(x, w['weight']) + w['bias'][None],
         x=(3, 2, 1),
         y=(2, 2, 2),
         weights={'weight': (3, 2, 1, 2), 'bias': (2, 1, 2)},

@@ -7,7 +7,7 @@ MODELS = [
     OpModel(
         'grouped_matmul',
         lambda x, w: btf.grouped_matmul(x, w['weight'], w['bias'], weight_fn=jnp.sin),
-        lambda x, w: jnp.einsum('bgi,gio->bgo', x, jnp.sin(w['weight'])) + w['bias'],
+        lambda x, w: jnp.einsum('bgi,gio->bgo', x, jnp.sin(w['weight'])) + w['bias'][None],
         x=(2, 3),
         y=(2, 4),
         weights={'weight': (2, 3, 4), 'bias': (2, 4)},

@@ -10,7 +10,7 @@ MODELS = [
     OpModel(
         'lora',
         lambda x, w: btf.lora_matmul(x, w['B'], w['A'], alpha=0.6, bias=w['bias'], b_fn=jnp.sin),
-        lambda x, w: 0.6 * x @ jnp.sin(w['B']) @ w['A'] + w['bias'],
+        lambda x, w: 0.6 * x @ jnp.sin(w['B']) @ w['A'] + w['bias'][None],
         x=(3,),
         y=(4,),
         weights={'B': (3, 2), 'A': (2, 4), 'bias': (4,)},

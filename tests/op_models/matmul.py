@@ -7,7 +7,7 @@ MODELS = [
     OpModel(
         'matmul',
         lambda x, w: btf.matmul(x, w['weight'], w['bias'], weight_fn=jnp.sin),
-        lambda x, w: x @ jnp.sin(w['weight']) + w['bias'],
+        lambda x, w: x @ jnp.sin(w['weight']) + w['bias'][None],
         x=(3,),
         y=(4,),
         weights={'weight': (3, 4), 'bias': (4,)},

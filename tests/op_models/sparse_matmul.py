@@ -34,7 +34,7 @@ MODELS = [
         lambda x, w: btf.sparse_matmul(
             x, w['weight'], sparse_mat=BY_ROW, bias=w['bias'], weight_fn=jnp.sin
         ),
-        lambda x, w: x @ dense(jnp.sin(w['weight'])) + w['bias'],
+        lambda x, w: x @ dense(jnp.sin(w['weight'])) + w['bias'][None],
         x=(INPUTS,),
         y=(OUTPUTS,),
         weights={'weight': (8,), 'bias': (OUTPUTS,)},

@@ -25,7 +25,7 @@ Signal = Callable[[int, Planes], Planes]
 def losses_of(states: Sequence[Any]) -> Any:
     """The loss of a step, which reads every state."""
     rng = np.random.default_rng(3)
-    return sum(jnp.sum(jnp.sin(h) * rng.normal(size=h.shape[1:])) for h in states)
+    return sum(jnp.sum(jnp.sin(h) * rng.normal(size=(1, *h.shape[1:]))) for h in states)
 
 
 @dataclasses.dataclass
