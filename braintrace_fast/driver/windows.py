@@ -15,7 +15,7 @@ from ..runtime.factors import Entry, GroupPlanes, as_window, stacked, without_ze
 from ..runtime.gradient import GradientSum
 from ..runtime.loop_splitting import StatefulLoop
 from ..runtime.memory_budget import on_cpu
-from ..runtime.planner import Plan, Traits, plan_windows, tree_bytes
+from ..runtime.planner import Plan, Traits, plan_windows, split, tree_bytes
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -139,7 +139,7 @@ def _first_to_last(
 
     carry: Any = (total, None if request.fresh and alone else entry, elapsed)
     outputs = []
-    for start, count, steps in _pieces(plan):
+    for start, count, steps in _pieces(plan.windows):
         if count == 1:
             carry, out = body(carry, _cut(inputs, start, steps))
         else:
@@ -154,12 +154,26 @@ def _last_to_first(
 ) -> Driven:
     """Run windows from the last to the first, each again from the states at its entry.
 
-    A first pass finds those states. What a window's losses say of the states at its entry is all
-    that the window before it has to know, so there is no trace.
+    A first pass finds those states, unless there is one window, which is worked through in blocks.
+    What a window's losses say of the states at its entry is all that the window before it has to
+    know, so there is no trace.
     """
     inputs, request, _, elapsed = sequences
     loop, bar = window.loop, request.bar
-    moving, pieces, entries = loop.moving, [*_pieces(plan)], []
+    nothing = jax.tree.map(jnp.zeros_like, window.like_later(inputs, total, elapsed))
+
+    def before(entry: Any, inputs: Any, total: Any, later: Any, start: Any, done: Any) -> Any:
+        show = None
+        if bar is not None:
+            show = lambda i, ys: bar(done + i, carry=None, y=ys[0])  # noqa: E731
+        return window.before(entry, inputs, total, later, elapsed + start, show, plan.block)
+
+    if plan.windows == ((1, plan.steps),):
+        total, _, outputs, moving = before(loop.moving, inputs, total, nothing, 0, 0)
+        loop.write(moving)
+        return Driven(total, outputs, None, elapsed, plan)
+
+    moving, pieces, entries = loop.moving, [*_pieces(plan.windows)], []
     for start, count, steps in pieces:
 
         def forward(moving: Any, start: jax.Array, steps: int = steps) -> Any:
@@ -172,23 +186,30 @@ def _last_to_first(
     def body(carry: Any, at: Any, steps: int) -> Any:
         total, later, done = carry
         start, entry = at
-        show = None
-        if bar is not None:
-            show = lambda i, ys: bar(done + i, carry=None, y=ys[0])  # noqa: E731
-        total, later, outputs = window.before(
-            entry, _cut(inputs, start, steps), total, later, elapsed + start, show
-        )
+        some = _cut(inputs, start, steps)
+        total, later, outputs, _ = before(entry, some, total, later, start, done)
         return (total, later, done + steps), outputs
 
-    nothing = jax.tree.map(jnp.zeros_like, window.like_later(inputs, total, elapsed))
-    carry: Any = total, nothing, jnp.zeros_like(elapsed)
+    carry = total, nothing, jnp.zeros_like(elapsed)
+    carry, outputs = _scan_backwards(body, carry, pieces, entries, elapsed.dtype)
+    loop.write(moving)
+    return Driven(carry[0], outputs, None, elapsed, plan)
+
+
+def _scan_backwards(
+    body: Callable[..., Any],
+    carry: Any,
+    pieces: Sequence[tuple[int, int, int]],
+    given: Sequence[PyTree],
+    dtype: Any,
+) -> tuple[Any, PyTree]:
+    """``body(carry, (start, given), steps)`` for pieces from the last to the first."""
     outputs = []
-    for (start, count, steps), entry in zip(reversed(pieces), reversed(entries), strict=True):
-        at = start + steps * jnp.arange(count, dtype=elapsed.dtype), entry
+    for (start, count, steps), own in zip(reversed(pieces), reversed(given), strict=True):
+        at = start + steps * jnp.arange(count, dtype=dtype), own
         carry, out = lax.scan(partial(body, steps=steps), carry, at, reverse=True)
         outputs.append(_unfolded(out))
-    loop.write(moving)
-    return Driven(carry[0], _joined(outputs[::-1]), None, elapsed, plan)
+    return carry, _joined(outputs[::-1])
 
 
 def _joined(outputs: list[PyTree]) -> PyTree:
@@ -219,8 +240,13 @@ class _Window:
     @property
     def traits(self) -> Traits:
         """What the planner has to know."""
-        moving = tree_bytes(self.loop.moving)
-        return window_traits(self.driver, self.bytes_per_step, moving, self.loop.has_effects)
+        traits = window_traits(
+            self.driver,
+            self.bytes_per_step,
+            tree_bytes(self.loop.moving),
+            self.loop.has_effects,
+        )
+        return traits._replace(recorded_bytes=self.loop.recorded_bytes)
 
     @property
     def parts(self) -> Mapping[str, PyTree]:
@@ -256,19 +282,39 @@ class _Window:
         later: GroupPlanes | None,
         elapsed: jax.Array,
         show: Any = None,
-    ) -> tuple[list[PyTree], GroupPlanes, PyTree]:
+        block: int | None = None,
+    ) -> tuple[list[PyTree], GroupPlanes | None, PyTree, list[jax.Array]]:
         """The same for a window that others follow, from states at its entry; it writes none.
 
         In the place of a trace are cotangents of the states: those at its end are given, and those
-        at its entry returned.
+        at its entry returned. What need not be computed in order is computed for so many steps of
+        a ``block`` at a time. The states at the end of the window come last.
         """
-        _, ys, grads = self.loop.run(moving, inputs, show)
-        outputs, steps, traced = self._recorded(ys, _length(inputs), None, elapsed)
+        last, recorded = self.loop.record(moving, inputs, show)
         engine = self.driver.engine
-        if traced is None or not isinstance(engine, BackwardEngine):
-            raise ValueError('There is no gradient, or an engine that only runs forwards.')
-        later = engine.window_before(traced, steps, later)
-        return self._added(total, grads, traced), later, outputs
+
+        def add_block(carry: Any, at: Any, steps: int) -> Any:
+            (total, later), (start, _) = carry, at
+            some, own = (inputs, recorded)
+            if steps < _length(inputs):
+                some, own = _cut(inputs, start, steps), recorded.cut(start, steps)
+            ys, grads = self.loop.results(some, own)
+            outputs, told, traced = self._recorded(ys, steps, None, elapsed + start)
+            if traced is None or not isinstance(engine, BackwardEngine):
+                raise ValueError('There is no gradient, or an engine that only runs forwards.')
+            later = engine.window_before(traced, told, later)
+            return (self._added(total, grads, traced), later), outputs
+
+        length = _length(inputs)
+        if block is None or length <= block:
+            (total, later), outputs = add_block((total, later), (0, None), length)
+        else:
+            pieces = [*_pieces(split(length, block, even=True))]
+            none = [None] * len(pieces)
+            (total, later), outputs = _scan_backwards(
+                add_block, (total, later), pieces, none, elapsed.dtype
+            )
+        return total, later, outputs, last
 
     def like_later(
         self, inputs: tuple[PyTree, ...], total: list[PyTree], elapsed: jax.Array
@@ -324,10 +370,10 @@ def window_traits(driver: 'Driver', step_bytes: int, state_bytes: int, has_effec
     )
 
 
-def _pieces(plan: Plan) -> Iterator[tuple[int, int, int]]:
+def _pieces(windows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
     """Where windows of one length start, how many there are, and how long they are."""
     start = 0
-    for count, steps in plan.windows:
+    for count, steps in windows:
         yield start, count, steps
         start += count * steps
 

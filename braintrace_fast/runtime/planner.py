@@ -1,6 +1,8 @@
 """How many steps a window has: its memory against a budget, and how many steps are worth it."""
 
 import dataclasses
+import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -49,15 +51,16 @@ CHEAP = 1
 """A trace of at most so many times the bytes that a step computes is cheaper to carry than a second
 forward pass is."""
 
-ROOMY = 2**27
-"""On CPUs, fresh sequences whose steps take more bytes do not run in a single window: new pages of
-memory cost more time than a second forward pass does."""
-
 CACHED = 2**24
-"""On CPUs, the steps of a window that goes backwards take no more bytes than about this."""
+"""On CPUs, steps that go backwards are worked through in blocks of about so many bytes: those stay
+in caches, and new pages of memory cost time. All steps run forwards first."""
+
+RECORDED, LONG = 2**26, 1000
+"""On CPUs, no more bytes than this are kept of steps that ran forwards, and of no more steps: of
+longer sequences there is a second forward pass, and memory that does not grow."""
 
 FEW = 10
-"""Steps of a window that pay, however many bytes they take."""
+"""Steps of a block that pay, however many bytes they take."""
 
 LATITUDE = 1.5
 """How many times more windows are taken if all then have the same length."""
@@ -83,6 +86,9 @@ class Plan:
         The bytes of the trace.
     backwards : bool
         Whether the last window runs first, and none carries a trace.
+    block : int or None
+        How many steps of a window at most are worked through at a time, the last ones first, after
+        all have run forwards; None for all.
     """
 
     windows: tuple[tuple[int, int], ...]
@@ -92,6 +98,7 @@ class Plan:
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     trace: int = 0
     backwards: bool = False
+    block: int | None = None
 
     @property
     def steps(self) -> int:
@@ -101,7 +108,7 @@ class Plan:
     @property
     def bytes(self) -> int | None:
         """What the longest window takes, if it was counted."""
-        return None if self.count is None else self.count.bytes(self.steps)
+        return None if self.count is None else self.count.bytes(self.block or self.steps)
 
     def describe(self, parts: Mapping[str, PyTree], trace: PyTree) -> 'Plan':
         """The same plan, with the bytes of a step's factors and signals and of the trace."""
@@ -113,9 +120,10 @@ class Plan:
         length = sum(count * steps for count, steps in self.windows)
         cut = ' and '.join(f'{count} x {steps} steps' for count, steps in self.windows)
         order = ', from the last to the first' if self.backwards else ''
-        lines = [f'{length} steps as {cut}{order}: {self.reason}']
-        if self.count is not None:
-            full = self.count.bytes(self.steps)
+        blocks = '' if self.block is None else f', in blocks of {self.block}'
+        lines = [f'{length} steps as {cut}{blocks}{order}: {self.reason}']
+        full = self.bytes
+        if self.count is not None and full is not None:
             fits = 'within' if full <= self.budget else 'MORE THAN'
             lines.append(
                 f'a window takes {show_bytes(full)}, {fits} the budget of '
@@ -145,6 +153,8 @@ class Traits(NamedTuple):
         Whether a trace can be carried at all.
     is_cached : bool
         Whether what is small is faster to read and write, as on CPUs.
+    recorded_bytes : int
+        The bytes that are kept of a step for what is computed after all steps ran forwards.
     """
 
     step_bytes: int
@@ -153,22 +163,27 @@ class Traits(NamedTuple):
     refuses_backwards: str | None = None
     can_carry: bool = True
     is_cached: bool = False
+    recorded_bytes: int = 0
 
     @property
     def enough(self) -> int:
         """The steps of a window that are worth it, whatever a step takes."""
         return ENOUGH_IF_SMALL if self.is_small else ENOUGH
 
-    def enough_backwards(self, count: Count) -> int:
-        """The same for a window without a trace, which may be as short as caches would have it."""
-        if not self.is_cached:
-            return self.enough
-        return min(self.enough, max(FEW, CACHED // max(count.per_step, 1)))
+    def at_once(self, count: Count) -> int:
+        """The steps of fresh sequences that are one window, without blocks."""
+        return min(AT_ONCE * self.enough, self._cached_steps(count))
 
-    def fits_at_once(self, length: int, count: Count, budget: int, backwards: bool) -> bool:
-        """Whether sequences may be a single window, where several would go backwards or not."""
-        is_roomy = length * count.per_step <= ROOMY
-        return count.bytes(length) <= budget and (is_roomy or not (backwards and self.is_cached))
+    def block(self, count: Count) -> int:
+        """The steps that are worked through at a time where windows go backwards."""
+        return min(self.enough, self._cached_steps(count))
+
+    def recorded_steps(self) -> int:
+        """The steps that may run forwards before any is worked through."""
+        return min(LONG, RECORDED // max(self.recorded_bytes, 1))
+
+    def _cached_steps(self, count: Count) -> int:
+        return max(FEW, CACHED // max(count.per_step, 1)) if self.is_cached else sys.maxsize
 
     def carries_anyway(self, trace: int) -> str | None:
         """Why fresh windows carry a trace of so many bytes; None if they go backwards instead."""
@@ -242,7 +257,8 @@ def plan_windows(
             _check_carry(traits)
         return Plan(windows, f'trace_every={every}', budget, backwards=backwards and several)
     rough = Count(GENEROUS * tree_bytes(args), GENEROUS * traits.step_bytes)
-    if length <= least and traits.fits_at_once(length, rough, budget, backwards):
+    at_once = traits.at_once(rough) if backwards else least
+    if length <= min(least, at_once) and rough.bytes(length) <= budget:
         reason = 'all fit, and need no trace' if fresh and not traits.is_small else 'all fit'
         return Plan(((1, length),), f'{reason}, by a rough count', budget, rough)
     if fresh and not traits.is_small:
@@ -278,20 +294,45 @@ def _without_trace(
     rough: Count,
     backwards: bool,
 ) -> Plan | None:
-    """One window, or several backwards; None if neither is to be."""
+    """One window, or blocks or windows backwards; None if none is to be."""
     length, most = jax.tree.leaves(inputs)[0].shape[0], AT_ONCE * traits.enough
     count, how = rough, ', by a rough count'
-    if not traits.fits_at_once(most if backwards else length, rough, budget, backwards):
+    short = length <= traits.at_once(rough) or not (backwards and traits.is_cached)
+    if not short or rough.bytes(most if backwards else length) > budget:
         count, how = count_window(window, inputs, args[0], None, args[2]), ''
+    most = traits.at_once(count) if backwards else most
     most = max(most, LITTLE // max(count.per_step, 1))
-    is_short = length <= most or traits.refuses_backwards is not None
-    if is_short and traits.fits_at_once(length, count, budget, backwards):
+    if (length <= most or traits.refuses_backwards) and count.bytes(length) <= budget:
         return Plan(((1, length),), f'all fit, and need no trace{how}', budget, count)
     if not backwards:
         return None
-    plan = _backwards(length, budget, traits, count)
+    plan = _in_blocks(length, budget, traits, count) or _backwards(length, budget, traits, count)
     instead = f', instead of one of {show_bytes(tree_bytes(args[1]))}' if traits.can_carry else ''
     return dataclasses.replace(plan, reason=f'{plan.reason}{how}; no trace{instead}')
+
+
+def _in_blocks(length: int, budget: int, traits: Traits, count: Count) -> Plan | None:
+    """One window that is worked through in blocks, or several; None if they do not fit.
+
+    Several are so long that what is kept of their steps takes as much as the states at all entries.
+    """
+    if not traits.is_cached:
+        return None
+    block, most = traits.block(count), traits.recorded_steps()
+    balanced = math.isqrt(length * traits.state_bytes // max(traits.recorded_bytes, 1))
+    for steps in (length, max(block, min(balanced, most))):
+        windows = split(length, steps, even=True)
+        number, longest = sum(num for num, _ in windows), max(steps for _, steps in windows)
+        held = longest * traits.recorded_bytes + (number > 1) * number * traits.state_bytes
+        whole = count._replace(fixed=count.fixed + held)
+        fitting = min(block, whole.steps(budget))
+        if longest <= max(block, most) and fitting:
+            reason = f'more than {block} steps at a time gain little'
+            if fitting < block:
+                reason = f'at most {fitting} steps at a time fit'
+            own = fitting if fitting < longest else None
+            return Plan(windows, reason, budget, whole, backwards=True, block=own)
+    return None
 
 
 def _backwards(length: int, budget: int, traits: Traits, count: Count) -> Plan:
@@ -300,7 +341,7 @@ def _backwards(length: int, budget: int, traits: Traits, count: Count) -> Plan:
     def with_entries(windows: float) -> Count:
         return count._replace(fixed=count.fixed + int(traits.state_bytes * windows))
 
-    enough = traits.enough_backwards(count)
+    enough = traits.block(count)
     steps, _ = _longest_that_pay(length, enough, budget, count)
     at_most = with_entries(LATITUDE * -(-length // steps))
     steps, reason = _longest_that_pay(length, enough, budget, at_most)

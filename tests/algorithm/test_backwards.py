@@ -10,6 +10,7 @@ import pytest
 
 import braintrace_fast as btf
 from braintrace_fast import testing
+from braintrace_fast.driver import windows
 from braintrace_fast.runtime import planner
 from tests.algorithm.learning import ALGORITHMS, begin, check, learning
 from tests.algorithm.test_etrace_grad import bar_counts
@@ -47,7 +48,25 @@ def backwards(monkeypatch):
         monkeypatch.setitem(ALGORITHMS, name, rule)
 
 
-@pytest.mark.parametrize('every', [1, 2, 4])
+CUTS = {'windows': (3, None), 'blocks': (11, 3), 'windows of blocks': (6, 4)}
+"""The most steps of a window, and of a block."""
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Cuts sequences into windows and these into blocks, whatever they take."""
+
+    def cut(steps, block):
+        def plan_windows(window, inputs, *_):
+            pieces = planner.split(len(jax.tree.leaves(inputs)[0]), steps)
+            return planner.Plan(pieces, 'told to', 0, backwards=True, block=block)
+
+        monkeypatch.setattr(windows, 'plan_windows', plan_windows)
+
+    return cut
+
+
+@pytest.mark.parametrize('every', [1, 2, 4, 'blocks'])
 @pytest.mark.parametrize(
     ('rule', 'name'),
     [
@@ -57,10 +76,13 @@ def backwards(monkeypatch):
         if name in MODELS
     ],
 )
-def test_the_gradient_is_that_of_the_recurrence(rule, name, every, x64):
+def test_the_gradient_is_that_of_the_recurrence(cut, rule, name, every, x64):
     case, learned = MODELS[name], learning(MODELS[name], rule)
     true = recurrence_of(case, rule) if rule == 'd_rtrl' else truth(learned, case, rule)
     begin(learned)
+    if every == 'blocks':
+        cut(100, 2)
+        every = None
     found = in_windows(learned, rule, trace='fresh', trace_every=every)
     assert learned.learner.plan.backwards and len(learned.learner.plan.windows) in (1, 2)
     check(found, true, rtol=1e-10)
@@ -107,10 +129,13 @@ def run(learner, **options):
 
 @pytest.mark.parametrize('mask', [None, np.arange(11) % 3 > 0], ids=['all steps', 'masked'])
 @pytest.mark.parametrize('rule', ['d_rtrl', 'eprop'])
-def test_losses_outputs_and_states_are_those_of_one_window(rule, mask, x64):
+@pytest.mark.parametrize('name', CUTS)
+def test_losses_outputs_and_states_are_those_of_one_window(cut, name, rule, mask, x64):
     options = {'mask': mask, 'loss_output': 'masked'}
     one, several = new_learner(rule), new_learner(rule)
-    expected, found = run(one, **options), run(several, trace_every=3, **options)
+    expected = run(one, **options)
+    cut(*CUTS[name])
+    found = run(several, **options)
     assert not one.plan.backwards and several.plan.backwards
     testing.compare(found[0], expected[0]).check(1e-12)
     for a, b in zip(jax.tree.leaves(found[1:]), jax.tree.leaves(expected[1:]), strict=True):
@@ -124,17 +149,21 @@ def test_losses_outputs_and_states_are_those_of_one_window(rule, mask, x64):
 
 
 @pytest.mark.parametrize('backend', ['jax', 'interpret'])
-def test_backends_agree(backend):
+@pytest.mark.parametrize('name', CUTS)
+def test_backends_agree(cut, name, backend):
     expected = run(new_learner())[0]
     learner = new_learner().with_backend(backend)
-    testing.compare(run(learner, trace_every=4)[0], expected).check(1e-4)
+    cut(*CUTS[name])
+    testing.compare(run(learner)[0], expected).check(1e-4)
     assert learner.plan.backwards
 
 
-def test_inside_jit_and_mapped_examples(x64):
+@pytest.mark.parametrize('name', CUTS)
+def test_inside_jit_and_mapped_examples(cut, name, x64):
     expected = run(new_learner())[0]
     jitted = new_learner()
-    found = brainstate.transform.jit(lambda: run(jitted, trace_every=4)[0])()
+    cut(*CUTS[name])
+    found = brainstate.transform.jit(lambda: run(jitted)[0])()
     testing.compare(found, expected).check(1e-12)
 
     def gradient(vmap, **options):
@@ -143,15 +172,18 @@ def test_inside_jit_and_mapped_examples(x64):
         xs = jnp.asarray(XS)
         return learner, learner.etrace_grad(xs, step_fn=lambda x: learner(x).var(), **options)
 
-    mapped, found = gradient(True, trace='fresh', trace_every=4)
+    mapped, found = gradient(True, trace='fresh')
     assert mapped.plan.backwards
+    cut(11, None)
     testing.compare(found, gradient(False)[1]).check(1e-12)
 
 
-def test_a_progress_bar_counts_steps(capsys):
+@pytest.mark.parametrize('name', CUTS)
+def test_a_progress_bar_counts_steps(cut, name, capsys):
     bar = brainstate.transform.ProgressBar(freq=2, desc=('step {i}', lambda d: {'i': d['i']}))
     learner = new_learner()
-    counts, ends = bar_counts(lambda: run(learner, trace_every=3, pbar=bar), capsys)
+    cut(*CUTS[name])
+    counts, ends = bar_counts(lambda: run(learner, pbar=bar), capsys)
     assert learner.plan.backwards
     assert ends == {11} and counts == sorted(counts) and set(counts) >= {0, 2, 4, 6, 8, 10, 11}
 
@@ -177,7 +209,8 @@ def test_side_effects_happen_once(x64):
 
 
 @pytest.mark.parametrize('steps', [5, 300])
-def test_there_is_no_trace_at_any_length(steps):
+def test_there_is_no_trace_at_any_length(monkeypatch, steps):
+    monkeypatch.setattr(planner, 'LITTLE', 1)
     learner = new_learner(model=functools.partial(Net, 40))
     xs = jnp.ones((steps, 2, 3))
 
@@ -224,5 +257,7 @@ def test_the_report_says_what_will_be_done_and_was_done(monkeypatch, cheap, back
     assert 'up to 200 steps; for more, ' in learner.report(1) and why in learner.report(1)
     xs = jnp.ones((400, 2, 3))
     learner.etrace_grad(xs, step_fn=lambda x: learner(x).sum(), trace='fresh')
-    assert learner.plan.windows == ((4, 100),) and learner.plan.backwards == backwards
-    assert why in learner.report(1)
+    # On a CPU all steps run forwards first.
+    windows, block = (((1, 400),), 100) if backwards else (((4, 100),), None)
+    assert learner.plan.windows == windows and learner.plan.block == block
+    assert learner.plan.backwards == backwards and why in learner.report(1)

@@ -132,7 +132,7 @@ def test_what_fits_by_a_rough_count_is_not_traced(monkeypatch):
         temporary_bytes(learner, length, memory_budget=budget)
         assert len(traced) == times
         traced.clear()
-    temporary_bytes(learner, 101, memory_budget='1TB', trace='fresh')
+    temporary_bytes(learner, 50, memory_budget='1TB', trace='fresh')
     assert not traced
 
 
@@ -169,7 +169,7 @@ def test_fresh_sequences_in_one_window_need_no_trace():
     temporary_bytes(learner, 30, memory_budget=without.bytes, trace='fresh')
     assert learner.plan.windows == ((1, 30),)
     temporary_bytes(learner, 30, memory_budget=without.bytes - 1, trace='fresh')
-    assert len(learner.plan.windows) > 1 or learner.plan.windows[0][0] > 1
+    assert learner.plan.windows == ((1, 30),) and learner.plan.block < 30
 
 
 def test_trace_every_overrides_the_budget():
@@ -392,16 +392,20 @@ def test_fresh_windows_run_backwards_where_a_trace_is_large_or_cannot_be(carried
 
 
 @pytest.mark.parametrize(
-    ('per_step', 'length', 'windows'),
+    ('per_step', 'length', 'windows', 'block'),
     [
-        (2**16, 200, ((1, 200),)),
-        (2**20, 128, ((1, 128),)),
-        (2**20, 160, ((10, 16),)),
-        (2**23, 40, ((4, 10),)),
-        (2**18, 320, ((5, 64),)),
+        (2**16, 200, ((1, 200),), None),
+        (2**20, 16, ((1, 16),), None),
+        (2**20, 160, ((1, 160),), 16),
+        (2**20, 480, ((30, 16),), None),
+        (2**23, 40, ((4, 10),), None),
+        (2**21, 1600, ((64, 25),), 10),
+        (2**13, 1000, ((1, 1000),), 100),
+        (2**13, 1200, ((12, 100),), None),
     ],
 )
-def test_on_cpus_fresh_windows_are_short_where_steps_take_much(per_step, length, windows):
+def test_on_cpus_fresh_sequences_are_worked_through_in_blocks(per_step, length, windows, block):
+    """Of 2**24 bytes; and nothing is computed twice as long as 2**26 bytes hold all steps."""
     floats = per_step // 8  # each is there twice
 
     def window(inputs, total, entry, index):
@@ -409,10 +413,17 @@ def test_on_cpus_fresh_windows_are_short_where_steps_take_much(per_step, length,
 
     inputs = jax.ShapeDtypeStruct((length, floats), jnp.float32)
     args = jnp.zeros(1), jnp.zeros(per_step), jnp.zeros(1)
-    traits = Traits(per_step // 2, 0, is_cached=True)
+    elsewhere = Traits(per_step // 2, per_step // 8, recorded_bytes=per_step // 4)
+    traits = elsewhere._replace(is_cached=True)
     plan = plan_windows(window, inputs, args, None, True, 2**50, traits)
-    assert plan.windows == windows and plan.backwards == (windows[0][0] > 1)
-    carried = plan_windows(window, inputs, args, None, False, 2**50, traits)
-    elsewhere = plan_windows(window, inputs, args, None, True, 2**50, Traits(per_step // 2, 0))
-    for other in carried, elsewhere:
-        assert other.steps >= min(length, 64)
+    assert plan.windows == windows and plan.block == block
+    assert plan.backwards == (block is not None or windows[0][0] > 1)
+    held = plan.steps * per_step // 4 if plan.backwards else 0
+    assert plan.bytes >= held + (block or plan.steps) * per_step
+    tight = plan_windows(window, inputs, args, None, True, plan.bytes - 1, traits)
+    assert tight.bytes < plan.bytes
+    for other in (
+        plan_windows(window, inputs, args, None, False, 2**50, traits),
+        plan_windows(window, inputs, args, None, True, 2**50, elsewhere),
+    ):
+        assert other.steps >= min(length, 64) and other.block is None

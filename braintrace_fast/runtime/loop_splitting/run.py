@@ -1,7 +1,7 @@
 """Run a split loop: once, ahead, in order, at once."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,37 @@ from .equations import evaluate
 from .stages import SplitLoop
 from .sums import invariant_value
 
-__all__ = ['Show', 'run']
+__all__ = ['Recorded', 'Show', 'record', 'results', 'run']
 
 Arrays = list[jax.Array]
 Show = Callable[[jax.Array, Arrays], None]
 """Called in order with the number of a step and its flat ``ys``."""
+
+
+class Recorded(NamedTuple):
+    """What is left of the steps that ran in order, for what is computed at once.
+
+    Attributes
+    ----------
+    kept, foreseen : list of array
+        What the steps computed, and what was computed ahead of them: ``(steps, ...)``.
+    states : list of array
+        Values of states before every step, and after the last: ``(steps + 1, ...)``.
+    """
+
+    kept: Arrays
+    foreseen: Arrays
+    states: Arrays
+
+    def cut(self, start: Any, steps: int) -> 'Recorded':
+        """The same for some of the steps."""
+
+        def some(arrays: Arrays, steps: int) -> Arrays:
+            return [lax.dynamic_slice_in_dim(a, start, steps) for a in arrays]
+
+        return Recorded(
+            some(self.kept, steps), some(self.foreseen, steps), some(self.states, steps + 1)
+        )
 
 
 def run(split: SplitLoop, carry: Arrays, xs: Arrays, show: Show) -> tuple[Arrays, Arrays, Arrays]:
@@ -24,22 +50,37 @@ def run(split: SplitLoop, carry: Arrays, xs: Arrays, show: Show) -> tuple[Arrays
 
     Those ``ys`` that are invariant have a leading axis of 1.
     """
-    length = xs[0].shape[0]
-    invariant = _invariant_values(split, carry)
+    last, recorded = record(split, carry, xs, show)
+    return last, *results(split, carry, xs, recorded)
 
-    def whole() -> Arrays:
-        return [jnp.broadcast_to(invariant[v], v.aval.shape) for v in split.read]
 
-    xs = [*xs, *_ahead(split, whole, xs)]
-    last, kept, states = _in_order(split, whole, carry, xs, show)
-    at_once = _at_once(split, whole, kept, states, xs)
+def record(split: SplitLoop, carry: Arrays, xs: Arrays, show: Show) -> tuple[Arrays, Recorded]:
+    """The last carried values, and what is left for the rest."""
+    whole = _whole(split, _invariant_values(split, carry))
+    foreseen = _ahead(split, whole, xs)
+    last, kept, states = _in_order(split, whole, carry, [*xs, *foreseen], show)
+    return last, Recorded(kept, foreseen, states)
+
+
+def results(
+    split: SplitLoop, carry: Arrays, xs: Arrays, recorded: Recorded
+) -> tuple[Arrays, Arrays]:
+    """The ``ys`` and the sums of the terms of steps that were recorded.
+
+    Of the carried values, only those matter that no step changes.
+    """
+    length, invariant = xs[0].shape[0], _invariant_values(split, carry)
+    at_once = _at_once(split, _whole(split, invariant), recorded, xs)
     moved = dict(zip(split.results.at_once, at_once, strict=True))
     ys = [
         invariant_value(v, invariant)[None] if split.invariant.has(v) else moved[v]
         for v in split.body.ys
     ]
-    sums = [s.evaluate(moved, invariant, length) for s in split.results.sums]
-    return last, ys, sums
+    return ys, [s.evaluate(moved, invariant, length) for s in split.results.sums]
+
+
+def _whole(split: SplitLoop, invariant: dict[Var, jax.Array]) -> Callable[[], Arrays]:
+    return lambda: [jnp.broadcast_to(invariant[v], v.aval.shape) for v in split.read]
 
 
 def _invariant_values(split: SplitLoop, carry: Arrays) -> dict[Var, jax.Array]:
@@ -93,7 +134,7 @@ def _in_order(
 
 
 def _at_once(
-    split: SplitLoop, whole: Callable[[], Arrays], kept: Arrays, states: Arrays, xs: Arrays
+    split: SplitLoop, whole: Callable[[], Arrays], recorded: Recorded, xs: Arrays
 ) -> Arrays:
     body, deferred, length = split.body, split.deferred, xs[0].shape[0]
     old, new = ([side[i] for i in deferred.states] for side in (body.old, body.new))
@@ -102,6 +143,7 @@ def _at_once(
     def step(kept: Arrays, xs: Arrays) -> Arrays:
         return evaluate(deferred.eqns, inputs, split.results.at_once, [*whole(), *kept, *xs])
 
-    before = [lax.slice_in_dim(a, 0, length) for a in states]
-    after = [lax.slice_in_dim(a, 1, length + 1) for a in states]
-    return jax.vmap(step, axis_size=length)([*kept, *before, *after], xs)
+    before = [lax.slice_in_dim(a, 0, length) for a in recorded.states]
+    after = [lax.slice_in_dim(a, 1, length + 1) for a in recorded.states]
+    mapped = [*recorded.kept, *before, *after], [*xs, *recorded.foreseen]
+    return jax.vmap(step, axis_size=length)(*mapped)

@@ -14,7 +14,7 @@ from ..._typing import PyTree
 from ..factors import stacked
 from .body import flat_body
 from .equations import all_results, always_zero, is_one_of, num_bytes
-from .run import run
+from .run import Recorded, Show, record, results, run
 from .stages import split_loop
 
 __all__ = ['StatefulLoop', 'loop']
@@ -121,6 +121,13 @@ class StatefulLoop:
         return sum(map(num_bytes, (*split.body.xs, *all_results(eqns))))
 
     @property
+    def recorded_bytes(self) -> int:
+        """The bytes that :meth:`record` leaves of a step."""
+        split = self._loop.split
+        states = [split.body.old[place] for place in split.deferred.states]
+        return sum(map(num_bytes, (*split.deferred.kept, *split.schedule.foreseen, *states)))
+
+    @property
     def are_zero(self) -> PyTree:
         """Which of the ``ys`` are zero in all steps, whatever the values of states and inputs."""
         split = self._loop.split
@@ -159,6 +166,20 @@ class StatefulLoop:
     ) -> tuple[list[jax.Array], PyTree, PyTree]:
         """The same from values of :attr:`moving` to their last ones, which come first."""
         return self._run(self._loop, moving, xs, progress)
+
+    def record(
+        self, moving: list[jax.Array], xs: Sequence[PyTree], progress: Progress | None = None
+    ) -> tuple[list[jax.Array], Recorded]:
+        """The last values of :attr:`moving`, and what :meth:`results` needs of the steps."""
+        flat = jax.tree.leaves(jax.tree.map(_as_array, tuple(xs)))
+        carry = jax.tree.leaves(self._with(moving))
+        last, recorded = record(self._loop.split, carry, flat, self._loop.showing(progress))
+        return [last[place] for place in self._loop.split.body.moving], recorded
+
+    def results(self, xs: Sequence[PyTree], recorded: Recorded) -> tuple[PyTree, PyTree]:
+        """What a call returns, of steps that were recorded: all, or some in a row."""
+        carry, flat = jax.tree.leaves(self._values()), jax.tree.leaves(tuple(xs))
+        return self._loop.unflatten(*results(self._loop.split, carry, flat, recorded))
 
     def advance(self, moving: list[jax.Array], xs: Sequence[PyTree]) -> list[jax.Array]:
         """The last values of :attr:`moving`, and nothing else."""
@@ -221,18 +242,24 @@ class _TracedLoop:
         self, carry: PyTree, xs: PyTree, progress: Progress | None
     ) -> tuple[PyTree, PyTree, PyTree]:
         flat_carry, carry_tree = jax.tree.flatten(carry)
-        _, ys_tree, sums_tree = map(jax.tree.structure, self.shapes)
+        show = self.showing(progress)
+        last, ys, sums = run(self.split, flat_carry, jax.tree.leaves(xs), show)
+        return jax.tree.unflatten(carry_tree, last), *self.unflatten(ys, sums)
+
+    def showing(self, progress: Progress | None) -> Show:
+        """The same for flat ``ys``."""
+        tree = jax.tree.structure(self.shapes[1])
 
         def show(step: jax.Array, ys: list[jax.Array]) -> None:
             if progress is not None:
-                progress(step, jax.tree.unflatten(ys_tree, ys))
+                progress(step, jax.tree.unflatten(tree, ys))
 
-        last, ys, sums = run(self.split, flat_carry, jax.tree.leaves(xs), show)
-        return (
-            jax.tree.unflatten(carry_tree, last),
-            jax.tree.unflatten(ys_tree, ys),
-            jax.tree.unflatten(sums_tree, sums),
-        )
+        return show
+
+    def unflatten(self, ys: list[jax.Array], sums: list[jax.Array]) -> tuple[PyTree, PyTree]:
+        """The ``ys`` and sums of terms in the form of the body's."""
+        _, ys_tree, sums_tree = map(jax.tree.structure, self.shapes)
+        return jax.tree.unflatten(ys_tree, ys), jax.tree.unflatten(sums_tree, sums)
 
 
 def _as_array(value: Any) -> jax.Array:
