@@ -26,6 +26,10 @@ RESERVE = 2 * 2**20
 """A program for a TPU with any temporary takes some of this at once; copies show smaller ones."""
 
 
+ADDRESSES = 64
+"""A program for a GPU keeps the addresses of its results, 8 bytes each, however small the trace."""
+
+
 class Row(NamedTuple):
     """A case on a target.
 
@@ -147,7 +151,8 @@ def _faults_of_trace(case: Case, compiled: Any, kind: str) -> list[str]:
     memory = compiled.memory_analysis()
     least = max(size, 8)  # a single number may be the flag of the trace
     faults = [f'it copies {n} bytes' for n in copies(compiled.as_text()) if n >= least]
-    if memory.temp_size_in_bytes >= (size if kind == 'triton' else max(RESERVE, _tiled(largest))):
+    allowed = max(ADDRESSES, size) if kind == 'triton' else max(RESERVE, _tiled(largest))
+    if memory.temp_size_in_bytes >= allowed:
         faults.append(f'it takes {memory.temp_size_in_bytes} bytes beside a trace of {size}')
     total = sum(plane.size * plane.dtype.itemsize for plane in planes)
     if memory.alias_size_in_bytes < total:

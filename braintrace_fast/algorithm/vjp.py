@@ -454,7 +454,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             raise NotSupportedError(
                 f'{type(self).__name__} cannot start anew in single steps: {reason}'
             )
-        return restart(self.graph_executor.states, self._start_values, reset)
+        relations = self.graph.hidden_param_op_relations
+        return restart(self.graph_executor.states, self._start_values, relations, reset)
 
     def _write_states(self, hidden: Values, others: Values) -> None:
         states = self.graph_executor.states

@@ -1,6 +1,6 @@
 """Examples that start anew before a step, as at the end of an episode."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import brainstate
@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import Path
+from ..compiler import HiddenParamOpRelation
 from ..runtime.factors import Values, per_example
 
 __all__ = ['restart']
 
 
-def restart(states: Mapping[Path, brainstate.State], starts: Values, reset: Any) -> jax.Array:
+def restart(
+    states: Mapping[Path, brainstate.State],
+    starts: Values,
+    relations: Sequence[HiddenParamOpRelation],
+    reset: Any,
+) -> jax.Array:
     """Set short-term states to what they started with, where the flags say so.
 
     Parameters
@@ -22,6 +28,8 @@ def restart(states: Mapping[Path, brainstate.State], starts: Values, reset: Any)
         The states of the model, by path.
     starts : mapping
         What the short-term states among them started with.
+    relations : sequence of HiddenParamOpRelation
+        The ops that are traced, which say what an example is.
     reset : bool or array
         One flag for all, or one per example.
 
@@ -31,6 +39,13 @@ def restart(states: Mapping[Path, brainstate.State], starts: Values, reset: Any)
         Flags of what is kept of the past.
     """
     flags = jnp.asarray(reset).astype(bool)
+    for relation in relations:
+        if flags.ndim > _axes_of_examples(relation):
+            raise ValueError(
+                f'reset has shape {flags.shape}, and there are no examples of that shape: the op '
+                f'at {relation.source} gives an output of shape {relation.y_var.aval.shape}. Give '
+                'one flag for all, or one per example.'
+            )
     for path, state in states.items():
         if not isinstance(state, brainstate.ShortTermState):
             continue
@@ -48,3 +63,12 @@ def restart(states: Mapping[Path, brainstate.State], starts: Values, reset: Any)
                 'one per example.'
             )
     return ~flags
+
+
+def _axes_of_examples(relation: HiddenParamOpRelation) -> float:
+    """How many axes in front an op's input and output have in common, but for the last output's."""
+    if relation.x_var is None:
+        return float('inf')
+    x, y = relation.x_var.aval.shape, relation.y_var.aval.shape[:-1]
+    differ = [place for place, (a, b) in enumerate(zip(x, y, strict=False)) if a != b]
+    return min([len(x), len(y), *differ])

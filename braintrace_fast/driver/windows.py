@@ -14,6 +14,7 @@ from ..runtime.engine import BackwardEngine, Steps, Trace
 from ..runtime.factors import Entry, GroupPlanes, as_window, stacked, without_zeros
 from ..runtime.gradient import GradientSum
 from ..runtime.loop_splitting import StatefulLoop
+from ..runtime.memory_budget import on_cpu
 from ..runtime.planner import Plan, Traits, plan_windows, tree_bytes
 
 if TYPE_CHECKING:
@@ -319,6 +320,7 @@ def window_traits(driver: 'Driver', step_bytes: int, state_bytes: int, has_effec
         is_small=driver.engine.is_small,
         refuses_backwards=refuses,
         can_carry=driver.engine.refuses_carry() is None,
+        is_cached=on_cpu(),
     )
 
 

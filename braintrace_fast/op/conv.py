@@ -7,8 +7,9 @@ the input channels of the group of ``k``),
 
 a product with a matrix that all positions share. So the trace of the kernel is ``patch[p, i]``
 times a plane, ``(batch, positions, groups, inputs, outputs)``, that of the bias the plane itself,
-and both are added up over positions only when they are read. Without a trace, the gradient is one
-convolution of the input with the cotangent, into whose batch the steps of a window are folded.
+and both are added up over positions only when they are read. A plane that is uniform is kept as a
+filtered input, without the patches. Without a trace, the gradient is one convolution of the input
+with the cotangent, into whose batch the steps of a window are folded.
 """
 
 import functools
@@ -87,7 +88,9 @@ conv_p = register_primitive(
     trainable_invars_fn=weight_and_bias,
     weight_vjp=_weight_vjp,
     linear_in_x=('weight',),
-    trace_rules=outer_rules(groups=1, operand=_patches, plane_view=_rows, weight_view=_matrices),
+    trace_rules=outer_rules(
+        groups=1, keeps_input=True, operand=_patches, plane_view=_rows, weight_view=_matrices
+    ),
 )
 
 

@@ -39,8 +39,8 @@ def outer_rules(groups: int = 0, **views: Any) -> TraceRules:
     groups : int
         How many axes (0 or 1) number groups, in front of the last axes.
     **views
-        ``operand``, ``plane_view`` and ``weight_view`` of :class:`TraceRules`, for an op that has
-        other coordinates of its own.
+        ``operand``, ``plane_view``, ``weight_view`` and ``keeps_input`` of :class:`TraceRules`, for
+        an op that has other coordinates of its own.
     """
     contract = functools.partial(_contract, groups=groups)
     return TraceRules(_outer, _outer_sum, _decay, contract, is_outer=True, groups=groups, **views)

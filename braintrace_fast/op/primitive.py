@@ -60,6 +60,11 @@ class TraceRules:
         ``(x, **params)`` and ``(plane, **params)``: what the rules, and kernels, are given in place
         of ``x`` and of planes. For an op that is an outer product in other coordinates than its
         own: after a transposition, say. They take any number of leading axes.
+    keeps_input : bool
+        Whether a plane of the trace that is uniform over positions is kept as a filtered input,
+        and made into a trace where it is read. The input and the output must have their examples
+        in front, the trace of ``'weight'`` must be linear in ``x``, and every other entry the
+        plane itself.
     weight_view : Callable, optional
         ``(weights, **params) -> weights``: the weights, those that are given, in the coordinates
         of the trace. What ``contract`` gives is pulled back through it.
@@ -76,6 +81,7 @@ class TraceRules:
     contract: Callable[..., Weights]
     is_outer: bool = False
     groups: int = 0
+    keeps_input: bool = False
     operand: Callable[..., jax.Array] | None = None
     plane_view: Callable[..., jax.Array] | None = None
     weight_view: Callable[..., Weights] | None = None

@@ -112,7 +112,7 @@ sparse_matmul_p = register_primitive(
     aux_invars_fn=_places,
     weight_vjp=_weight_vjp,
     linear_in_x=('weight',),
-    trace_rules=TraceRules(_outer, _outer_sum, _decay, _contract),
+    trace_rules=TraceRules(_outer, _outer_sum, _decay, _contract, keeps_input=True),
 )
 
 

@@ -5,10 +5,11 @@ g_t    = c_t (x) x_t + (L_t[s] D_t[s,q] + R_t[q]) e_{t-1}[q]
        = (c_t - L_t[s] f_t[s]) (x) x_t + L_t[s] e_t[s] + R_t[q] e_{t-1}[q]
 
 Where ``D[s,q]`` and ``f[s]`` are uniform, as those of a synapse with one time constant, ``e[s]`` is
-the same for all outputs of an op, and is kept once. Kernels take whole planes.
+the same for all outputs of an op, and is kept once. Kernels take whole planes. Some ops keep such a
+plane as a filtered input instead (:mod:`.input_planes`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,10 @@ from ..compiler import ETraceGraph
 from ..errors import NotSupportedError
 from ..kernels.adjoint_scan import adjoint_scan
 from ..kernels.dispatch import PLAIN, Backend
-from ..kernels.planes import Plane, add, read_trace, times
+from ..kernels.planes import Plane, add, if_live, read_trace, times
 from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
+from . import input_planes
 from .engine import FactorTransform, Steps
 from .factors import Entry, Factors, GroupPlanes, Signals, sum_middle
 from .gradient import GradientSum, slopes_of
@@ -98,9 +100,11 @@ class MaterializedEngine:
         self.direct = direct_ops(graph)
         self.reads_entry = chunks
         copies = 1 if transform is None else transform.copies
-        self.planes = [trace_planes(graph, link, chunks, copies) for link in self.links]
         # Kernels take planes of one shape, and every element draws its own random bits.
         self.compresses = backend.name == 'jax' and not stochastic
+        self.planes = [
+            trace_planes(graph, link, chunks, copies, not stochastic) for link in self.links
+        ]
         self.too_large = too_large(self.relations, self.links, self.trace_shape(), room)
         if self.too_large is not None:
             self.planes = [planes.not_kept() for planes in self.planes]
@@ -143,16 +147,23 @@ class MaterializedEngine:
         for link in self.links:
             slopes = slopes_of(link.relation, step.params, factors.varying[link.op])
             rules = bound_rules(link.relation, slopes)
-            planes, _ = trace_step(
-                rules,
-                operand(rules, factors.x[link.op]),
-                plane_views(rules, self._compressed(link, factors.D[link.group.index])),
-                plane_views(rules, self._compressed(link, factors.f[link.index])),
-                entry.trace[link.index],
-                seed=self._seed(step.elapsed, link),
-                live=entry.live,
-                backend=self.backend,
+            D, f = factors.D[link.group.index], factors.f[link.index]
+            x, old = factors.x[link.op], entry.trace[link.index]
+            options: Any = dict(
+                seed=self._seed(step.elapsed, link), live=entry.live, backend=self.backend
             )
+            if inputs := self._inputs(link, old, entry.live):
+                one_step = jax.tree.map(lambda a: a[None], (f, x))
+                planes, _ = self._past(link, inputs, old, D, *one_step, **options)
+            else:
+                planes, _ = trace_step(
+                    rules,
+                    operand(rules, x),
+                    plane_views(rules, self._compressed(link, D)),
+                    plane_views(rules, self._compressed(link, f)),
+                    old,
+                    **options,
+                )
             new.append(planes)
         return tuple(new)
 
@@ -170,16 +181,14 @@ class MaterializedEngine:
             for direct, relation in zip(self.direct, self.relations, strict=True)
         ]
         for link in self.links:
-            rules = bound_rules(link.relation)
             L, R = signals.L[link.group.index], signals.R[link.group.index]
             if self._is_whole(link, L, R):
-                read = read_trace(rules, plane_views(rules, L), trace[link.index])
+                self._read(total, link, L, trace)
                 in_trace[link.op] += map(times, L, factors.f[link.index])
             else:
                 elsewhere[link.op] = True
-                past = plane_views(rules, signals_before(factors.D[link.group.index], L, R))
-                read = read_trace(rules, past, entry.trace[link.index], live=entry.live)
-            total.add_past(link.op, read)
+                before = signals_before(factors.D[link.group.index], L, R)
+                self._read(total, link, before, entry.trace, entry.live)
         for op, counted in enumerate(in_trace):
             if elsewhere[op]:  # otherwise the trace holds all that the op does
                 total.add_present(op, factors, signals.c[op], add(counted))
@@ -190,10 +199,7 @@ class MaterializedEngine:
         """Add ``signals[g][q] . e[q]``: cotangents of the states to which the trace belongs."""
         signals = signals if self.transform is None else self.transform.planes(signals)
         for link in self.links:
-            rules, old = bound_rules(link.relation), entry.trace[link.index]
-            planes = plane_views(rules, signals[link.group.index])
-            read = read_trace(rules, planes, old, live=entry.live)
-            total.add_past(link.op, read)
+            self._read(total, link, signals[link.group.index], entry.trace, entry.live)
 
     def window(
         self, total: GradientSum | None, steps: Steps, overwrite: bool = True
@@ -227,7 +233,10 @@ class MaterializedEngine:
         """The traces of some ops, by op and group, with all outputs; filtered planes come last."""
         whole = jax.tree.map(_with_outputs, trace, self._trace_shape(False))
         return {
-            (link.op, link.group.index): planes
+            (link.op, link.group.index): tuple(
+                input_planes.expanded(link, bound_rules(link.relation), e) if is_input and e else e
+                for e, is_input in zip(planes, self.planes[link.index].inputs, strict=True)
+            )
             for link, planes in zip(self.links, whole, strict=True)
             if link.op in ops
         }
@@ -283,32 +292,92 @@ class MaterializedEngine:
         new = []
         for link in self.links:
             rules, x = bound_rules(link.relation), factors.x[link.op]
+            P, u = adjoint.P[link.group.index], adjoint.u[link.index]
+            nu, old = adjoint.nu[link.group.index], entry.trace[link.index]
+            inputs = self._inputs(link, old, entry.live)
             w = adjoint.w[link.op] if link.is_first and total is not None else None
             product = None
             if total is not None and w is not None:
-                if rules.weight_view is None:
+                if rules.weight_view is None and not inputs:
                     product = total.product(link.op, x, w, leading_axes=1)
-                else:  # it has other coordinates than the trace
+                else:  # it has other coordinates than the trace, or other steps
                     total.add_product(link.op, x, w, leading_axes=1)
                     w = None
-            planes, read = trace_carry(
-                rules,
-                operand(rules, x),
-                plane_views(rules, self._compressed(link, adjoint.P[link.group.index])),
-                plane_views(rules, self._compressed(link, adjoint.u[link.index])),
-                entry.trace[link.index],
-                plane_views(rules, adjoint.nu[link.group.index]),
-                seed=self._seed(steps.elapsed, link),
-                live=entry.live,
-                w=w,
-                total=product,
-                overwrite=overwrite,
-                backend=self.backend,
+            options: Any = dict(
+                seed=self._seed(steps.elapsed, link), live=entry.live, backend=self.backend
             )
+            if inputs:
+                planes, read = self._past(link, inputs, old, P, u, x, nu, **options)
+                if total is not None:
+                    input_planes.read(total, link, inputs, nu)
+            else:
+                planes, read = trace_carry(
+                    rules,
+                    operand(rules, x),
+                    plane_views(rules, self._compressed(link, P)),
+                    plane_views(rules, self._compressed(link, u)),
+                    old,
+                    plane_views(rules, nu),
+                    w=w,
+                    total=product,
+                    overwrite=overwrite,
+                    **options,
+                )
             new.append(planes)
             if total is not None:
                 total.add_past(link.op, read)
         return tuple(new)
+
+    def _past(
+        self,
+        link: Link,
+        inputs: Mapping[int, input_planes.InputPlane],
+        old: tuple[Any, ...],
+        P: Sequence[Sequence[Plane]],
+        u: Sequence[Plane],
+        x: jax.Array | None,
+        nu: Sequence[Plane] | None = None,
+        **options: Any,
+    ) -> tuple[tuple[Any, ...], Any]:
+        """As :func:`trace_carry`, for a link of which some planes are filtered inputs."""
+        rules = bound_rules(link.relation)
+        all_x, all_u = input_planes.with_inputs(link, inputs, P, u, x)
+        whole, read = trace_carry(
+            rules,
+            operand(rules, all_x),
+            plane_views(rules, P),
+            plane_views(rules, all_u),
+            input_planes.without(self.planes[link.index].inputs, old),
+            None if nu is None else plane_views(rules, nu),
+            **options,
+        )
+        biases = [
+            e and {key: if_live(options['live'], a) for key, a in e.items() if key != 'weight'}
+            for e in old
+        ]
+        whole = input_planes.with_biases(rules, biases, inputs, P, u, whole)
+        new = input_planes.advanced(link, inputs, P, u, x)
+        planes = tuple(new.get(s, e) for s, e in enumerate(whole))
+        return jax.tree.map(lambda a, b: a.astype(b.dtype), planes, old), read
+
+    def _inputs(
+        self, link: Link, trace: Sequence[Any], live: Any = None
+    ) -> dict[int, input_planes.InputPlane]:
+        return input_planes.live_inputs(link, self.planes[link.index].inputs, trace, live)
+
+    def _read(
+        self,
+        total: GradientSum,
+        link: Link,
+        signal: Sequence[Plane],
+        trace: Trace,
+        live: jax.Array | None = None,
+    ) -> None:
+        """Add what a signal reads of a trace."""
+        rules, own = bound_rules(link.relation), trace[link.index]
+        whole = input_planes.without(self.planes[link.index].inputs, own)
+        total.add_past(link.op, read_trace(rules, plane_views(rules, signal), whole, live=live))
+        input_planes.read(total, link, self._inputs(link, own, live), signal)
 
     def _factors(self, factors: Factors, leading: tuple[int, ...] = ()) -> Factors:
         return factors if self.transform is None else self.transform.factors(factors, leading)
@@ -341,14 +410,18 @@ class MaterializedEngine:
     def _trace_shape(self, compressed: bool) -> Trace:
         return tuple(
             tuple(
-                self._plane_shape(link, compressed and uniform) if kept else None
-                for kept, uniform in zip(planes.kept, planes.uniform, strict=True)
+                self._plane_shape(link, compressed and uniform, is_input) if kept else None
+                for kept, uniform, is_input in zip(
+                    planes.kept, planes.uniform, planes.inputs, strict=True
+                )
             )
             for link, planes in zip(self.links, self.planes, strict=True)
         )
 
-    def _plane_shape(self, link: Link, compressed: bool) -> Any:
+    def _plane_shape(self, link: Link, compressed: bool, is_input: bool) -> Any:
         """The shapes of one plane of a link's trace."""
+        if is_input:
+            return input_planes.input_shape(link, self.trace_dtype)
         plane, relation = group_plane(link.group), link.relation
         if compressed:
             plane = plane.update(shape=(*plane.shape[:-1], 1))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-__all__ = ['default_budget', 'parse_bytes', 'show_bytes', 'trace_room']
+__all__ = ['default_budget', 'on_cpu', 'parse_bytes', 'show_bytes', 'trace_room']
 
 SHARE = 4
 """By default, a window may take one part in so many of the free memory."""
@@ -81,8 +81,18 @@ def trace_room(budget: int | None) -> int | None:
     return None if free is None else max(budget or 0, free // 2)
 
 
+def on_cpu() -> bool:
+    """Whether programs run on a CPU unless told otherwise."""
+    device = _device()
+    return (device if isinstance(device, str) else device.platform) == 'cpu'
+
+
+def _device() -> Any:
+    return getattr(jax.config, 'jax_default_device', None) or jax.local_devices()[0]
+
+
 def _free_bytes() -> int | None:
-    device: Any = getattr(jax.config, 'jax_default_device', None) or jax.local_devices()[0]
+    device = _device()
     stats = None if isinstance(device, str) else device.memory_stats()
     if stats and 'bytes_limit' in stats:
         return stats['bytes_limit'] - stats.get('bytes_in_use', 0)

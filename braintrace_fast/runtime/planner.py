@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._typing import PyTree
+from ..errors import NotSupportedError
 from .memory_budget import default_budget, parse_bytes, show_bytes
 from .window_memory import Count, count_window, tree_bytes
 
@@ -47,6 +48,16 @@ would be slower for want of caches, and take memory in proportion."""
 CHEAP = 1
 """A trace of at most so many times the bytes that a step computes is cheaper to carry than a second
 forward pass is."""
+
+ROOMY = 2**27
+"""On CPUs, fresh sequences whose steps take more bytes do not run in a single window: new pages of
+memory cost more time than a second forward pass does."""
+
+CACHED = 2**24
+"""On CPUs, the steps of a window that goes backwards take no more bytes than about this."""
+
+FEW = 10
+"""Steps of a window that pay, however many bytes they take."""
 
 LATITUDE = 1.5
 """How many times more windows are taken if all then have the same length."""
@@ -132,6 +143,8 @@ class Traits(NamedTuple):
         Why windows cannot run from the last to the first; None if they can.
     can_carry : bool
         Whether a trace can be carried at all.
+    is_cached : bool
+        Whether what is small is faster to read and write, as on CPUs.
     """
 
     step_bytes: int
@@ -139,11 +152,23 @@ class Traits(NamedTuple):
     is_small: bool = False
     refuses_backwards: str | None = None
     can_carry: bool = True
+    is_cached: bool = False
 
     @property
     def enough(self) -> int:
         """The steps of a window that are worth it, whatever a step takes."""
         return ENOUGH_IF_SMALL if self.is_small else ENOUGH
+
+    def enough_backwards(self, count: Count) -> int:
+        """The same for a window without a trace, which may be as short as caches would have it."""
+        if not self.is_cached:
+            return self.enough
+        return min(self.enough, max(FEW, CACHED // max(count.per_step, 1)))
+
+    def fits_at_once(self, length: int, count: Count, budget: int, backwards: bool) -> bool:
+        """Whether sequences may be a single window, where several would go backwards or not."""
+        is_roomy = length * count.per_step <= ROOMY
+        return count.bytes(length) <= budget and (is_roomy or not (backwards and self.is_cached))
 
     def carries_anyway(self, trace: int) -> str | None:
         """Why fresh windows carry a trace of so many bytes; None if they go backwards instead."""
@@ -209,23 +234,39 @@ def plan_windows(
     """
     length, least = jax.tree.leaves(inputs)[0].shape[0], traits.enough
     carries = traits.carries_anyway(tree_bytes(args[1])) if fresh else 'it is wanted'
+    backwards = carries is None
     if every is not None:
         windows = split(length, every)
-        backwards = carries is None and windows != ((1, length),)
-        return Plan(windows, f'trace_every={every}', budget, backwards=backwards)
+        several = windows != ((1, length),)
+        if fresh and several and not backwards:
+            _check_carry(traits)
+        return Plan(windows, f'trace_every={every}', budget, backwards=backwards and several)
     rough = Count(GENEROUS * tree_bytes(args), GENEROUS * traits.step_bytes)
-    if rough.bytes(length) <= budget and length <= least:
+    if length <= least and traits.fits_at_once(length, rough, budget, backwards):
         reason = 'all fit, and need no trace' if fresh and not traits.is_small else 'all fit'
         return Plan(((1, length),), f'{reason}, by a rough count', budget, rough)
     if fresh and not traits.is_small:
-        plan = _without_trace(window, inputs, args, budget, traits, rough, carries is None)
+        plan = _without_trace(window, inputs, args, budget, traits, rough, backwards)
         if plan is not None:
             return plan
+        _check_carry(traits)
     count = count_window(window, inputs, *args)
     steps, reason = _longest_that_pay(length, least, budget, count)
     if fresh and not traits.is_small and carries is not None:
         reason = f'{reason}; {carries}'
     return Plan(split(length, steps, even=True), reason, budget, count)
+
+
+def _check_carry(traits: Traits) -> None:
+    """Refuse several fresh windows that do not go backwards, where a trace cannot be carried."""
+    if not traits.can_carry:
+        raise NotSupportedError(
+            "With trace='fresh', these sequences would be several windows, which carry a trace if "
+            f'they cannot run from the last to the first: {traits.refuses_backwards}. But the '
+            'trace of this model cannot be carried. Give shorter sequences or a larger '
+            'memory_budget (and no trace_every), so that all steps are one window; or remove the '
+            'reason.'
+        )
 
 
 def _without_trace(
@@ -240,10 +281,11 @@ def _without_trace(
     """One window, or several backwards; None if neither is to be."""
     length, most = jax.tree.leaves(inputs)[0].shape[0], AT_ONCE * traits.enough
     count, how = rough, ', by a rough count'
-    if rough.bytes(most if backwards else length) > budget:
+    if not traits.fits_at_once(most if backwards else length, rough, budget, backwards):
         count, how = count_window(window, inputs, args[0], None, args[2]), ''
     most = max(most, LITTLE // max(count.per_step, 1))
-    if (length <= most or traits.refuses_backwards) and count.bytes(length) <= budget:
+    is_short = length <= most or traits.refuses_backwards is not None
+    if is_short and traits.fits_at_once(length, count, budget, backwards):
         return Plan(((1, length),), f'all fit, and need no trace{how}', budget, count)
     if not backwards:
         return None
@@ -258,9 +300,10 @@ def _backwards(length: int, budget: int, traits: Traits, count: Count) -> Plan:
     def with_entries(windows: float) -> Count:
         return count._replace(fixed=count.fixed + int(traits.state_bytes * windows))
 
-    steps, _ = _longest_that_pay(length, traits.enough, budget, count)
+    enough = traits.enough_backwards(count)
+    steps, _ = _longest_that_pay(length, enough, budget, count)
     at_most = with_entries(LATITUDE * -(-length // steps))
-    steps, reason = _longest_that_pay(length, traits.enough, budget, at_most)
+    steps, reason = _longest_that_pay(length, enough, budget, at_most)
     windows = split(length, steps, even=True)
     number = sum(count for count, _ in windows)
     return Plan(windows, reason, budget, with_entries(number), backwards=True)

@@ -1,4 +1,4 @@
-"""Which planes of a trace can be non-zero, which are read again, and which are uniform."""
+"""Which planes of a trace can be non-zero, which are read again, and how they are kept."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,19 +20,24 @@ class TracePlanes:
     kept : tuple of bool
         Which of them are read again, and carried.
     uniform : tuple of bool
-        Which are the same for all outputs of the op.
+        Which are the same for all outputs of the op, and may be kept for one of them.
+    inputs : tuple of bool
+        Which are kept as filtered inputs of the op.
     """
 
     alive: tuple[bool, ...]
     kept: tuple[bool, ...]
     uniform: tuple[bool, ...]
+    inputs: tuple[bool, ...]
 
     def not_kept(self) -> 'TracePlanes':
         """The same where none is carried."""
         return dataclasses.replace(self, kept=(False,) * len(self.kept))
 
 
-def trace_planes(graph: ETraceGraph, link: Link, entry_is_read: bool, copies: int) -> TracePlanes:
+def trace_planes(
+    graph: ETraceGraph, link: Link, entry_is_read: bool, copies: int, compresses: bool
+) -> TracePlanes:
     """The planes of a link's trace.
 
     Parameters
@@ -45,14 +50,19 @@ def trace_planes(graph: ETraceGraph, link: Link, entry_is_read: bool, copies: in
         Whether every plane is read where a chunk of steps starts.
     copies : int
         How many times there are planes: those behind the first are filters, and all read.
+    compresses : bool
+        Whether a plane may be kept as a filtered input.
     """
     alive = _alive(link)
     read = [True] * len(alive) if entry_is_read else _read_again(graph, link)
     kept = [*(a and r for a, r in zip(alive, read, strict=True)), *alive * (copies - 1)]
-    uniform = _uniform(graph, link, alive) * copies
-    planes = TracePlanes(tuple(alive * copies), tuple(kept), tuple(uniform))
-    # Without rules, it may be learned in fresh windows.
-    return planes if link.relation.primitive.trace_rules is not None else planes.not_kept()
+    rules, none = link.relation.primitive.trace_rules, (False,) * len(kept)
+    if rules is None:  # it may be learned in fresh windows
+        return TracePlanes(tuple(alive * copies), none, none, none)
+    uniform = tuple(_uniform(graph, link, alive) * copies)
+    by_output = uniform if rules.is_outer and rules.plane_view is None else none
+    by_input = uniform if rules.keeps_input and compresses else none
+    return TracePlanes(tuple(alive * copies), tuple(kept), by_output, by_input)
 
 
 def direct_ops(graph: ETraceGraph) -> Sequence[bool]:
@@ -86,10 +96,8 @@ def _read_again(graph: ETraceGraph, link: Link) -> list[bool]:
 def _uniform(graph: ETraceGraph, link: Link, alive: Sequence[bool]) -> list[bool]:
     """Which planes are made of uniform factors, and of no plane that is not uniform."""
     relation, shape = link.relation, link.group.varshape
-    rules = relation.primitive.trace_rules
-    is_outer = rules is not None and rules.is_outer and rules.plane_view is None
-    applies = is_outer and relation.is_static and relation.y_var.aval.shape == shape
-    if not applies or shape[-1] == 1:
+    applies = relation.is_static and relation.y_var.aval.shape == shape
+    if not applies or shape[-1:] == (1,):
         return [False] * len(alive)
     uniform = graph.transitions[link.group.index].uniform
     for _ in uniform:

@@ -151,6 +151,22 @@ def test_a_trace_without_room_is_refused_before_it_is_made(little_memory):
     testing.compare(fresh, true).check(1e-12)
 
 
+def test_fresh_windows_that_must_carry_a_trace_without_room_say_what_keeps_them(little_memory):
+    xs, model = draw(5, 2, 4, 4, 2), Leaky(draw(3, 3, 2, 4), draw(4), (4, 4, 4), **IMAGE)
+    learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=2)
+
+    def loss(x):
+        jax.debug.callback(lambda: None)
+        return loss_of(learner)(x)
+
+    message = 'several windows.*side effects.*cannot be carried.*one window'
+    for options in ({'trace_every': 2}, {'memory_budget': 10_000}):
+        with pytest.raises(btf.NotSupportedError, match=message):
+            learner.etrace_grad(xs, step_fn=loss, trace='fresh', **options)
+    assert not learner.hidden_states['h',].value.any()
+    learner.etrace_grad(xs, step_fn=loss, trace='fresh', memory_budget='1GB')
+
+
 def test_a_larger_budget_and_a_smaller_trace_have_room(little_memory):
     xs, model = draw(5, 2, 4, 4, 2), Leaky(draw(3, 3, 2, 4), draw(4), (4, 4, 4), **IMAGE)
     learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=2, memory_budget='1MB')

@@ -174,6 +174,13 @@ def test_flags_of_another_shape_are_refused():
         learner(jnp.asarray(XS[0]), reset=jnp.zeros(4, bool))
 
 
+def test_flags_per_neuron_are_refused():
+    """They would end the past of some neurons, and that of others goes on in the same example."""
+    learner = btf.compile(Net(), 'd_rtrl', jnp.asarray(XS[0, 0]))
+    with pytest.raises(ValueError, match=r'reset has shape \(4,\).*no examples.*one per example'):
+        learner(jnp.asarray(XS[0, 0]), reset=jnp.zeros(N, bool))
+
+
 def test_pp_prop_says_that_it_cannot():
     learner = btf.compile(Net(), 'pp_prop', jnp.asarray(XS[0]), batch_size=BATCH, decay_or_rank=0.9)
     with pytest.raises(btf.NotSupportedError, match='inside the model'):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
+from braintrace_fast import NotSupportedError
 from braintrace_fast.runtime import memory_budget, planner
 from braintrace_fast.runtime.planner import (
     Count,
@@ -383,4 +384,35 @@ def test_fresh_windows_run_backwards_where_a_trace_is_large_or_cannot_be(carried
     assert tight.count.fixed == 2**20 * sum(count for count, _ in tight.windows)
     forwards = planned(1000, refuses='for a reason')
     assert forwards.windows == ((1, 1000),)
-    assert 'for a reason' in planned(1000, 50 * 2**25, 'for a reason').reason
+    if carried:
+        assert 'for a reason' in planned(1000, 50 * 2**25, 'for a reason').reason
+    else:
+        with pytest.raises(NotSupportedError, match='for a reason'):
+            planned(1000, 50 * 2**25, 'for a reason')
+
+
+@pytest.mark.parametrize(
+    ('per_step', 'length', 'windows'),
+    [
+        (2**16, 200, ((1, 200),)),
+        (2**20, 128, ((1, 128),)),
+        (2**20, 160, ((10, 16),)),
+        (2**23, 40, ((4, 10),)),
+        (2**18, 320, ((5, 64),)),
+    ],
+)
+def test_on_cpus_fresh_windows_are_short_where_steps_take_much(per_step, length, windows):
+    floats = per_step // 8  # each is there twice
+
+    def window(inputs, total, entry, index):
+        return total, entry, jnp.cumsum(inputs, axis=0)
+
+    inputs = jax.ShapeDtypeStruct((length, floats), jnp.float32)
+    args = jnp.zeros(1), jnp.zeros(per_step), jnp.zeros(1)
+    traits = Traits(per_step // 2, 0, is_cached=True)
+    plan = plan_windows(window, inputs, args, None, True, 2**50, traits)
+    assert plan.windows == windows and plan.backwards == (windows[0][0] > 1)
+    carried = plan_windows(window, inputs, args, None, False, 2**50, traits)
+    elsewhere = plan_windows(window, inputs, args, None, True, 2**50, Traits(per_step // 2, 0))
+    for other in carried, elsewhere:
+        assert other.steps >= min(length, 64)
