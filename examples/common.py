@@ -1,4 +1,4 @@
-"""What the examples share: the command line, the learner, the training loop, parts of plots."""
+"""What the examples share: the command line, the learner, learning, the training loop, plots."""
 
 import argparse
 import math
@@ -9,6 +9,7 @@ from typing import Any
 import brainstate
 import braintools
 import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -91,6 +92,35 @@ def make_optimizer(
     optimizer = braintools.optim.Adam(args.learning_rate)
     optimizer.register_trainable_weights(learner.param_states)
     return optimizer
+
+
+def learn_labels(
+    learner: braintrace.ETraceVjpAlgorithm,
+    optimizer: braintools.optim.Adam,
+    inputs: jax.Array,
+    labels: jax.Array,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Learn a label per trial from inputs of shape (step, trial, ...); the loss and the logits.
+
+    The loss counts at every step: the network should know the label as early as it can.
+    """
+
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = learner(x)
+        losses = braintools.metric.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), logits
+
+    grads, loss, logits = learner.etrace_grad(
+        inputs, step_fn=step, has_aux=True, return_value=True, loss_output='scalar', **options
+    )
+    optimizer.update(grads)
+    return loss, logits
+
+
+def accuracy_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The share of trials whose label has the largest logit, summed over the steps."""
+    return jnp.mean(logits.sum(axis=0).argmax(axis=-1) == labels)
 
 
 def train(

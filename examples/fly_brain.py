@@ -14,12 +14,20 @@ from pathlib import Path
 import brainevent
 import brainpy.state as bp
 import brainstate
-import braintools
 import jax
 import jax.numpy as jnp
 import numpy as np
 import saiunit as u
-from common import make_learner, make_optimizer, parse_arguments, plot_frame, plot_raster, train
+from common import (
+    accuracy_of,
+    learn_labels,
+    make_learner,
+    make_optimizer,
+    parse_arguments,
+    plot_frame,
+    plot_raster,
+    train,
+)
 
 import braintrace_fast as braintrace
 
@@ -120,31 +128,14 @@ def main() -> None:
     learner = make_learner(model, args, jnp.zeros((args.batch_size, NUM_SENSORY)))
     optimizer = make_optimizer(learner, args)
 
-    def accuracy(logits, smells):
-        return jnp.mean(logits.sum(axis=0).argmax(axis=-1) == smells)
-
     @brainstate.transform.jit
     def update(key):
         sensed, smells = make_trials(key, args.batch_size)
-
-        def step(x):
-            logits = learner(x)
-            losses = braintools.metric.softmax_cross_entropy_with_integer_labels(logits, smells)
-            return losses.mean(), logits
-
         # Trials have nothing to do with each other, and no trace is kept of them: that of the
         # correction would be as large as a dense matrix, per trial. So the model alone is reset.
         brainstate.nn.reset_all_states(model, batch_size=args.batch_size)
-        grads, loss, logits = learner.etrace_grad(
-            sensed,
-            step_fn=step,
-            has_aux=True,
-            return_value=True,
-            loss_output='scalar',
-            trace='fresh',
-        )
-        optimizer.update(grads)
-        return loss, accuracy(logits, smells)
+        loss, logits = learn_labels(learner, optimizer, sensed, smells, trace='fresh')
+        return loss, accuracy_of(logits, smells)
 
     @brainstate.transform.jit
     def test(key):
@@ -153,7 +144,7 @@ def main() -> None:
         logits, spikes = brainstate.transform.for_loop(
             lambda x: (model(x), model.neurons.get_spike()[..., -NUM_READ:]), sensed
         )
-        return accuracy(logits, smells), (sensed, spikes, logits, smells)
+        return accuracy_of(logits, smells), (sensed, spikes, logits, smells)
 
     key = jax.random.key(args.seed)
     accuracies = train(update, test, key, args, chance=1 / NUM_SMELLS)

@@ -20,7 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import saiunit as u
-from common import make_learner, make_optimizer, parse_arguments, plot_frame, train
+from common import (
+    accuracy_of,
+    learn_labels,
+    make_learner,
+    make_optimizer,
+    parse_arguments,
+    plot_frame,
+    train,
+)
 
 import braintrace_fast as braintrace
 
@@ -111,29 +119,12 @@ def main() -> None:
     learner = make_learner(model, args, jnp.zeros((args.batch_size, SIDE, SIDE, 1)))
     optimizer = make_optimizer(learner, args)
 
-    def accuracy(logits, labels):
-        return jnp.mean(logits.sum(axis=0).argmax(axis=-1) == labels)
-
     @brainstate.transform.jit
     def update(key):
         events, labels = make_trials(key, args.batch_size)
-
-        def step(x):
-            logits = learner(x)
-            losses = braintools.metric.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return losses.mean(), logits
-
         brainstate.nn.reset_all_states(model, batch_size=args.batch_size)
-        grads, loss, logits = learner.etrace_grad(
-            events,
-            step_fn=step,
-            has_aux=True,
-            return_value=True,
-            loss_output='scalar',
-            trace='fresh',
-        )
-        optimizer.update(grads)
-        return loss, accuracy(logits, labels)
+        loss, logits = learn_labels(learner, optimizer, events, labels, trace='fresh')
+        return loss, accuracy_of(logits, labels)
 
     @brainstate.transform.jit
     def test(key):
@@ -144,7 +135,7 @@ def main() -> None:
             return model(x), model.layers[0].neurons.get_spike()
 
         logits, spikes = brainstate.transform.for_loop(step, events)
-        return accuracy(logits, labels), (labels, logits, [events, spikes])
+        return accuracy_of(logits, labels), (labels, logits, [events, spikes])
 
     accuracies = train(update, test, jax.random.key(args.seed), args, 1 / len(DIRECTIONS))
     if args.plot:

@@ -16,7 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import saiunit as u
-from common import make_learner, make_optimizer, parse_arguments, plot_frame, plot_raster, train
+from common import (
+    accuracy_of,
+    learn_labels,
+    make_learner,
+    make_optimizer,
+    parse_arguments,
+    plot_frame,
+    plot_raster,
+    train,
+)
 
 import braintrace_fast as braintrace
 
@@ -113,26 +122,13 @@ def main() -> None:
     learner = make_learner(model, args, jnp.zeros((args.batch_size, NUM_CHANNELS)))
     optimizer = make_optimizer(learner, args)
 
-    def accuracy(logits, labels):
-        return jnp.mean(logits.sum(axis=0).argmax(axis=-1) == labels)
-
     @brainstate.transform.jit
     def update(key):
         spikes, labels = make_trials(key, patterns, args.batch_size)
-
-        # The loss counts at every step: the network should know the class as early as it can.
-        def step(x):
-            logits = learner(x)
-            losses = braintools.metric.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return losses.mean(), logits
-
         # A trial starts from a fresh state; this resets the learner's traces as well.
         brainstate.nn.reset_all_states(learner, batch_size=args.batch_size)
-        grads, loss, logits = learner.etrace_grad(
-            spikes, step_fn=step, has_aux=True, return_value=True, loss_output='scalar'
-        )
-        optimizer.update(grads)
-        return loss, accuracy(logits, labels)
+        loss, logits = learn_labels(learner, optimizer, spikes, labels)
+        return loss, accuracy_of(logits, labels)
 
     @brainstate.transform.jit
     def test(key):
@@ -144,7 +140,7 @@ def main() -> None:
             return logits, [layer.neurons.get_spike() for layer in model.layers]
 
         logits, layers = brainstate.transform.for_loop(step, spikes)
-        return accuracy(logits, labels), (labels, logits, [spikes, *layers])
+        return accuracy_of(logits, labels), (labels, logits, [spikes, *layers])
 
     accuracies = train(update, test, key, args, chance=1 / NUM_CLASSES)
     if args.plot:

@@ -55,11 +55,11 @@ def test_the_recurrence_is_not_bptt_where_an_op_reads_hidden_states():
     assert testing.compare(online, true).worst > 0.01
 
 
-def test_windows_approach_bptt_as_they_grow():
+def test_chunks_approach_bptt_as_they_grow():
     model = gru()
     oracle = testing.Recurrence(model, XS, step_fn=loss_of(model))
     true = testing.bptt(model, XS, step_fn=loss_of(model))
-    errors = [testing.compare(oracle.gradient(window=k), true).worst for k in (1, 2)]
+    errors = [testing.compare(oracle.gradient(chunk_size=k), true).worst for k in (1, 2)]
     assert 0 < errors[1] < errors[0]
 
 
@@ -91,11 +91,11 @@ def test_a_silent_spiking_layer_is_refused(oracle):
         oracle(model, xs, step_fn=loss_of(model))
 
 
-@pytest.mark.parametrize('window', [0, 4, 8])
-def test_a_window_as_long_as_the_sequence_is_refused(window):
+@pytest.mark.parametrize('size', [0, 4, 8])
+def test_a_chunk_as_long_as_the_sequence_is_refused(size):
     model = gru()
-    with pytest.raises(testing.VacuousComparison, match=f'window is {window} .* 4 steps'):
-        testing.recurrence(model, XS, step_fn=loss_of(model), window=window)
+    with pytest.raises(testing.VacuousComparison, match=f'chunk_size is {size} .* 4 steps'):
+        testing.recurrence(model, XS, step_fn=loss_of(model), chunk_size=size)
 
 
 @pytest.mark.parametrize('oracle', ORACLES)

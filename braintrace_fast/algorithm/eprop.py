@@ -43,7 +43,7 @@ class EProp(ParamDimVjpAlgorithm):
     name : str, optional
         The name of the learner.
     vjp_method : {'single-step', 'multi-step'}
-        How far the learning signal reaches back. In the latter mode a window is differentiated in
+        How far the learning signal reaches back. In the latter mode a chunk is differentiated in
         full, and what is said here is about what comes before it.
     fast_solve : bool
         Accepted for braintrace's sake; see :class:`ParamDimVjpAlgorithm`.

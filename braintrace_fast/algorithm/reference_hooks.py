@@ -8,7 +8,7 @@ from ..errors import NotSupportedError
 __all__ = ['refuse_reference_hooks']
 
 ENGINE = 'make_engine, which returns an Engine: how a trace advances and what is read off it'
-SIGNALS = 'learning_signals, and entry_signals for windows that are differentiated in full'
+SIGNALS = 'learning_signals, and entry_signals for chunks that are differentiated in full'
 UPDATE = 'update'
 NONE = 'nothing, there is no such part'
 REPLACEMENTS = {

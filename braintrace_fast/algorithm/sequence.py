@@ -245,7 +245,7 @@ class _Objective:
         if jnp.shape(loss) != expected:
             raise ValueError(
                 f'step_fn returned a loss of shape {jnp.shape(loss)}, expected {expected}: '
-                + ('one loss per step of the window.' if self.chunk else 'a scalar.')
+                + ('one loss per step of the chunk.' if self.chunk else 'a scalar.')
             )
         return jnp.sum(product(jnp.asarray(loss), weight)), (loss, aux), recorded
 

@@ -76,7 +76,7 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         if vjp_method != 'single-step':
             raise ValueError(
                 f"vjp_method is {vjp_method!r}; ThreeFactor needs 'single-step', because within a "
-                'window the loss alone would count, and not the modulator.'
+                'chunk the loss alone would count, and not the modulator.'
             )
         self.snap_max_jacobian_elements = snap_max_jacobian_elements
         self._modulator = brainstate.ShortTermState(NONE)

@@ -53,7 +53,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     name : str, optional
         The name of the learner.
     vjp_method : {'single-step', 'multi-step'}
-        Whether the learning signal reaches back one step, or through a window of inputs given as
+        Whether the learning signal reaches back one step, or through a chunk of inputs given as
         :class:`MultiStepData`.
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
@@ -352,12 +352,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self.engine.trace_of(trace, ops)
 
     def update(self, *args: Any, modulator: Any = None, reset: Any = None) -> Any:
-        """Run one step, or a window, of the model and of the trace.
+        """Run one step, or a chunk, of the model and of the trace.
 
         Parameters
         ----------
         *args
-            The inputs of the step, or windows in :class:`MultiStepData`.
+            The inputs of the step, or chunks in :class:`MultiStepData`.
         modulator : number or array, optional
             The learning signal of this step, for rules that take one from the user.
         reset : bool or array, optional
@@ -369,7 +369,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         Returns
         -------
         PyTree
-            The model's results; for a window with a leading time axis.
+            The model's results; for a chunk with a leading time axis.
         """
         self._check_compiled()
         call = self.step_call

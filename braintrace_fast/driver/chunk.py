@@ -97,7 +97,7 @@ def _carried(driver: Driver, inputs: StepInputs, factors: Factors) -> Trace:
 def needs_multi_step(vjp_method: str) -> str:
     """Why a chunk has no gradient."""
     return (
-        "The gradient of a window (MultiStepData) needs vjp_method='multi-step'; this learner "
+        "The gradient of a chunk (MultiStepData) needs vjp_method='multi-step'; this learner "
         f'has {vjp_method!r}. Give one step at a time, or compile it so.'
     )
 
@@ -112,7 +112,7 @@ def _named_loops(graph: ETraceGraph) -> Iterator[None]:
         if not loops or 'Reverse-mode differentiation' not in str(error):
             raise
         raise NotSupportedError(
-            f'{", ".join(loops)}: the loss reads a while loop, which the gradient of a window '
+            f'{", ".join(loops)}: the loss reads a while loop, which the gradient of a chunk '
             "would have to differentiate in reverse. Use vjp_method='single-step', or lax.scan or "
             'lax.fori_loop with a fixed number of steps.'
         ) from error

@@ -156,7 +156,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         """
         if self.is_single_step_vjp and has_multi_step_data(args):
             raise NotImplementedError(
-                "A window of steps (MultiStepData) needs vjp_method='multi-step'; with "
+                "A chunk of steps (MultiStepData) needs vjp_method='multi-step'; with "
                 "'single-step' give the inputs of one step at a time."
             )
         self.follow_environment()

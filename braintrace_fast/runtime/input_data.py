@@ -1,4 +1,4 @@
-"""Marks on inputs: one time step, or a window of them."""
+"""Marks on inputs: one time step, or a chunk of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ class _InputData:
 
 @register_pytree_node_class
 class SingleStepData(_InputData):
-    """Input of one time step; in a window, every step sees it.
+    """Input of one time step; in a chunk, every step sees it.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class SingleStepData(_InputData):
 
 @register_pytree_node_class
 class MultiStepData(_InputData):
-    """Input of a window of time steps, along the leading axis of every leaf.
+    """Input of a chunk of time steps, along the leading axis of every leaf.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def _map_marked(fun: Callable[[Any], Any], args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def has_multi_step_data(args: tuple[Any, ...]) -> bool:
-    """Whether any of the arguments is a window."""
+    """Whether any of the arguments is a chunk."""
     leaves = jax.tree.leaves(args, is_leaf=_is_marked)
     return any(isinstance(x, MultiStepData) for x in leaves)
 
@@ -101,7 +101,7 @@ def split_chunk(
     lengths = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(sequences)]
     if len(set(lengths)) != 1 or lengths[0] == 0:
         raise ValueError(
-            f'The sequences of a window have lengths {lengths}; they must be equal and at least 1.'
+            f'The sequences of a chunk have lengths {lengths}; they must be equal and at least 1.'
         )
 
     def at_step(slices: list[Any]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def recurrence(
     *sequences: Any,
     step_fn: StepFn,
     decay: tuple[float, float] | None = None,
-    window: int | None = None,
+    chunk_size: int | None = None,
     groups: Sequence[Sequence[Path]] | None = None,
     forward_mode: bool = False,
 ) -> Gradients:
@@ -34,7 +34,7 @@ def recurrence(
         As for :func:`bptt`.
     decay : tuple of float, optional
         ``(a_x, a_f)`` of pp-prop; D-RTRL if not given.
-    window : int, optional
+    chunk_size : int, optional
         The steps of a chunk of a multi-step learner, fewer than the sequence has: within a chunk
         the gradient is exact, and the trace carries what was before it.
     groups : sequence of sequences of paths, optional
@@ -45,7 +45,7 @@ def recurrence(
     Returns
     -------
     dict
-        As for :func:`bptt`, with the same errors, and one if the window is the whole sequence.
+        As for :func:`bptt`, with the same errors, and one if a chunk is the whole sequence.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def recurrence(
     oracle = Recurrence(
         model, *sequences, step_fn=step_fn, groups=groups, forward_mode=forward_mode
     )
-    return oracle.gradient(decay, window)
+    return oracle.gradient(decay, chunk_size)
 
 
 class Recurrence:
@@ -126,16 +126,16 @@ class Recurrence:
                 values = new
 
     def gradient(
-        self, decay: tuple[float, float] | None = None, window: int | None = None
+        self, decay: tuple[float, float] | None = None, chunk_size: int | None = None
     ) -> Gradients:
         """The gradient of D-RTRL or pp-prop, with arguments as for :func:`recurrence`."""
-        if window is not None and not 1 <= window < self.length:
+        if chunk_size is not None and not 1 <= chunk_size < self.length:
             raise VacuousComparison(
-                f'The window is {window} and the sequence has {self.length} steps: no trace would '
-                'be read. Take a window of at least 1, shorter than the sequence.'
+                f'chunk_size is {chunk_size} and the sequence has {self.length} steps: no trace '
+                'would be read. Take a chunk of at least 1 step, shorter than the sequence.'
             )
-        if window is not None and self.length % window:
-            raise ValueError(f'The window {window} does not divide the {self.length} steps.')
+        if chunk_size is not None and self.length % chunk_size:
+            raise ValueError(f'chunk_size={chunk_size} does not divide the {self.length} steps.')
         trace: _Materialized | _Factorized = (
             _Materialized(self.dense) if decay is None else _Factorized(self.dense, decay)
         )
@@ -144,11 +144,11 @@ class Recurrence:
             for t, (values, at, factors) in enumerate(
                 zip(self.values, self.slices, self.factors, strict=True)
             ):
-                if window is None:
+                if chunk_size is None:
                     total = total + trace.step_gradient(values, at, factors)
-                elif t % window == 0:
-                    part = jax.tree.map(lambda a, t=t: a[t : t + window], self.sequences)
-                    gradient, entry = self._in_window(values, part)
+                elif t % chunk_size == 0:
+                    part = jax.tree.map(lambda a, t=t: a[t : t + chunk_size], self.sequences)
+                    gradient, entry = self._in_chunk(values, part)
                     total = total + gradient + trace.entry_gradient(values, at, entry)
                 trace.advance(factors)
         return self.by_path(np.asarray(total))
@@ -162,8 +162,8 @@ class Recurrence:
         return self.pure.result(jax.tree.unflatten(tree, shaped), self.spikes)
 
     @functools.cached_property
-    def _in_window(self) -> Callable[[Values, Any], tuple[Any, Any]]:
-        """The gradient of a window's loss by the parameters, and by the states at its start."""
+    def _in_chunk(self) -> Callable[[Values, Any], tuple[Any, Any]]:
+        """The gradient of a chunk's loss by the parameters, and by the states at its start."""
 
         @jax.jit
         def gradients(values: Values, sequences: Any) -> tuple[Any, Any]:

@@ -241,7 +241,7 @@ def recurrence_in_chunks(model, size):
         return jnp.mean((model(x) - target) ** 2)
 
     xs, targets = jnp.asarray(XS), jnp.asarray(TARGETS)
-    return testing.recurrence(model, xs, targets, step_fn=step, window=size)
+    return testing.recurrence(model, xs, targets, step_fn=step, chunk_size=size)
 
 
 @both_rules
@@ -264,7 +264,7 @@ def test_a_plain_step_of_a_multi_step_learner_is_a_chunk_of_one(rule):
     assert testing.compare(found, single).worst > 0.01
 
 
-def test_chunks_of_one_are_single_steps_and_windows_are_multi_step_data():
+def test_chunks_of_one_are_single_steps_and_others_are_multi_step_data():
     same(grads_of(new_learner(), chunk_size=1), grads_of(new_learner()))
     learner = new_learner(vjp_method='multi-step')
     seen = []
@@ -287,7 +287,7 @@ def test_chunks_of_one_are_single_steps_and_windows_are_multi_step_data():
     same(found, true, 1e-10)
 
 
-def test_single_step_data_is_seen_by_every_step_of_a_window():
+def test_single_step_data_is_seen_by_every_step_of_a_chunk():
     class Gated(brainstate.nn.Module):
         def __init__(self):
             super().__init__()
@@ -304,9 +304,9 @@ def test_single_step_data_is_seen_by_every_step_of_a_window():
         )
 
     learner, plain = learner_of(), learner_of()
-    window = learner(btf.MultiStepData(jnp.asarray(XS)), btf.SingleStepData(jnp.asarray(0.5)))
+    chunk = learner(btf.MultiStepData(jnp.asarray(XS)), btf.SingleStepData(jnp.asarray(0.5)))
     singly = [plain(btf.SingleStepData(jnp.asarray(x)), jnp.asarray(0.5)) for x in XS]
-    np.testing.assert_allclose(window, jnp.stack(singly), rtol=1e-12)
+    np.testing.assert_allclose(chunk, jnp.stack(singly), rtol=1e-12)
 
 
 def test_traces_stored_in_bfloat16_give_nearly_the_same_gradient():

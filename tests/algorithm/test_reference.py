@@ -250,14 +250,14 @@ def gradient(
         return learner.etrace_grad(xs, step_fn=loss, reduction='sum')
 
 
-def window_gradient(lib: ModuleType, name: str, rule: str, window: int = 2) -> Any:
+def chunk_gradient(lib: ModuleType, name: str, rule: str, size: int = 2) -> Any:
     learner, xs = learner_of(lib, name, rule, vjp_method='multi-step')
 
     def losses(x):
         return jax.vmap(random_projection)(learner(lib.MultiStepData(x)))
 
     with promoting(lib is not btf):
-        return learner.etrace_grad(xs, step_fn=losses, chunk_size=window, reduction='sum')
+        return learner.etrace_grad(xs, step_fn=losses, chunk_size=size, reduction='sum')
 
 
 def truth(name: str, steps: int = STEPS) -> Any:
@@ -312,8 +312,8 @@ def test_same_gradient_where_the_reference_is_right(reference, name, rule):
 
 
 @pytest.mark.parametrize('name', RIGHT_MULTI_STEP)
-def test_same_gradient_of_windows(reference, name):
-    ours, theirs = (window_gradient(lib, name, 'd_rtrl') for lib in (btf, reference))
+def test_same_gradient_of_chunks(reference, name):
+    ours, theirs = (chunk_gradient(lib, name, 'd_rtrl') for lib in (btf, reference))
     assert_same(ours, theirs, RIGHT_MULTI_STEP[name])
 
 
@@ -492,21 +492,21 @@ def test_an_op_under_checkpoint_is_traced(reference):
     assert relative_error(gradient(btf, 'checkpoint'), truth('checkpoint')) < 1e-12
 
 
-def test_bias_correction_of_windows_counts_steps(reference):
-    """Two windows of three steps: the trace is read once, at the entry of the second."""
+def test_bias_correction_of_chunks_counts_steps(reference):
+    """Two chunks of three steps: the trace is read once, at the entry of the second."""
     ours, theirs = (
-        flat(window_gradient(lib, 'leaky', 'pp_prop', window=3)) for lib in (btf, reference)
+        flat(chunk_gradient(lib, 'leaky', 'pp_prop', size=3)) for lib in (btf, reference)
     )
     model, xs = build(btf, 'leaky')
     decay = RULES['pp_prop'][1]['decay_or_rank']
     oracle = testing.Recurrence(model, xs, step_fn=lambda x: random_projection(model(x)))
-    assert relative_error(ours, oracle.gradient(decay, window=3)) < 1e-10
+    assert relative_error(ours, oracle.gradient(decay, chunk_size=3)) < 1e-10
     learner, _ = learner_of(btf, 'leaky', 'pp_prop', vjp_method='multi-step')
     without_trace = 0.0
-    for window in (xs[:3], xs[3:]):
+    for chunk in (xs[:3], xs[3:]):
         learner.reset_state()
         grads = learner.etrace_grad(
-            window,
+            chunk,
             step_fn=lambda x: jax.vmap(random_projection)(learner(btf.MultiStepData(x))),
             chunk_size=3,
             reduction='sum',

@@ -103,7 +103,7 @@ def test_a_sequence_in_float32_gives_the_recurrence_up_to_rounding(case, algorit
 
 @every_algorithm
 @few_models_quickly
-def test_windows_give_the_gradient_of_the_window_and_the_trace_before_it(case, algorithm, x64):
+def test_chunks_give_the_gradient_of_the_chunk_and_the_trace_before_it(case, algorithm, x64):
     skip_if_positions_mix(case)
     if case.forward_mode or (case.name == 'drop_connect' and algorithm == 'pp_prop'):
         pytest.skip('refused when it is compiled')
@@ -114,7 +114,7 @@ def test_windows_give_the_gradient_of_the_window_and_the_trace_before_it(case, a
         return jax.vmap(random_projection)(learned.learner(btf.MultiStepData(x)))
 
     found = learned.learner.etrace_grad(learned.xs, step_fn=losses, chunk_size=2, reduction='sum')
-    check(found, recurrence_of(case, algorithm, window=2, outputs_only=True), rtol=1e-10)
+    check(found, recurrence_of(case, algorithm, chunk_size=2, outputs_only=True), rtol=1e-10)
 
 
 OWN_WEIGHTS = ('cond', 'switch', 'drop_connect')

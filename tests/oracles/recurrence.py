@@ -54,10 +54,10 @@ def _oracle_of(name: str, outputs_only: bool, precision: int, steps: int) -> tes
 def recurrence_of(
     case: ModelCase,
     algorithm: str,
-    window: int | None = None,
+    chunk_size: int | None = None,
     outputs_only: bool = False,
     steps: int = STEPS,
 ) -> testing.Gradients:
     """The truth over the sequence from the start, in float64."""
     oracle = oracle_of(case, outputs_only, steps)
-    return oracle.gradient(None if algorithm == 'd_rtrl' else DECAY, window)
+    return oracle.gradient(None if algorithm == 'd_rtrl' else DECAY, chunk_size)

@@ -149,7 +149,7 @@ def test_residuals_are_a_pytree_that_passes_jit():
     close(residuals(ones), eager(ones))
 
 
-def test_multi_step_residuals_differentiate_the_whole_window():
+def test_multi_step_residuals_differentiate_the_whole_chunk():
     model, executor, xs = build('gru', 'multi-step')
     *results, _, _, residuals = executor.solve_h2w_h2h_l2h_jacobian(btf.MultiStepData(xs))
     ct = jax.tree.map(jnp.zeros_like, tuple(results[:3]))
@@ -197,7 +197,7 @@ def test_jacobians_carry_no_gradient():
     assert not any(np.any(leaf != 0) for leaf in jax.tree.leaves(grads))
 
 
-def test_windows_need_multi_step_and_equal_lengths():
+def test_chunks_need_multi_step_and_equal_lengths():
     _, executor, xs = build('gru')
     with pytest.raises(NotImplementedError, match="MultiStepData.*'multi-step'"):
         executor.solve_h2w_h2h_l2h_jacobian(btf.MultiStepData(xs))
