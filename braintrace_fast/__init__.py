@@ -1,6 +1,9 @@
 """Online learning of spiking and recurrent networks in JAX, with eligibility traces."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import nn
+from ._deprecation import superseded
 from .algorithm import (
     D_RTRL,
     ES_D_RTRL,
@@ -35,6 +38,7 @@ from .compiler import (
     find_hidden_param_op_relations_from_module,
 )
 from .config import set_backend, use_backend
+from .deprecated import DEPRECATED
 from .errors import (
     CheckpointError,
     CompilationError,
@@ -63,6 +67,15 @@ from .reference_api.compiler import (
 )
 from .reference_api.executor import ETraceVjpGraphExecutor
 from .runtime import ETraceGraphExecutor, MultiStepData, SingleStepData
+
+if TYPE_CHECKING:  # a type checker sees no warning
+    from .deprecated.ops import *  # noqa: F403
+    from .deprecated.params import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        return superseded(__name__, name, DEPRECATED)
+
 
 __version__ = '0.1.0'
 __version_info__ = tuple(map(int, __version__.split('.')))
@@ -128,3 +141,7 @@ __all__ = [
     'sparse_matmul',
     'use_backend',
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *DEPRECATED})

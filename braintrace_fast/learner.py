@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import difflib
 from typing import Any
 
 import brainstate
@@ -39,6 +40,7 @@ def compile(
         A model whose ``update`` is one time step.
     algorithm : str or type
         ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``, or a class.
+        In a name only letters and digits count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
     *example_inputs
         Inputs of one step, or of a chunk of steps, as the learner will be called with.
     batch_size : int, optional
@@ -86,17 +88,29 @@ def compile(
 def _rule(algorithm: str | type[ETraceVjpAlgorithm]) -> type[ETraceVjpAlgorithm]:
     """A learning rule, from its name or itself."""
     if isinstance(algorithm, str):
-        if algorithm.lower() not in ALGORITHMS:
-            raise ValueError(
-                f'The algorithm {algorithm!r} is not known; choose one of {sorted(ALGORITHMS)}, or '
-                'pass a class.'
-            )
-        return ALGORITHMS[algorithm.lower()]
+        return _rule_named(algorithm)
     if not (isinstance(algorithm, type) and issubclass(algorithm, ETraceVjpAlgorithm)):
         raise TypeError(
             f'The algorithm is {algorithm!r}; expected a name or a subclass of ETraceVjpAlgorithm.'
         )
     return algorithm
+
+
+def _rule_named(algorithm: str) -> type[ETraceVjpAlgorithm]:
+    """A learning rule by its name, of which only letters and digits count."""
+    names = {_letters(name): name for name in ALGORITHMS}
+    if _letters(algorithm) in names:
+        return ALGORITHMS[names[_letters(algorithm)]]
+    near = difflib.get_close_matches(_letters(algorithm), names, n=1)
+    meant = f'; did you mean {names[near[0]]!r}?' if near else '.'
+    raise ValueError(
+        f'The algorithm {algorithm!r} is not known{meant} Choose one of {sorted(ALGORITHMS)}, or '
+        'pass a class.'
+    )
+
+
+def _letters(name: str) -> str:
+    return ''.join(filter(str.isalnum, name.lower()))
 
 
 def _initialize(

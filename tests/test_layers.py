@@ -10,18 +10,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = 'braintrace_fast'
 TOP = '__init__'  # the package itself: public names, imported by users only
-BASE = ('_compat', '_typing', 'config', 'errors')
+BASE = ('_compat', '_deprecation', '_typing', 'config', 'errors')
 STACK = ('op', 'compiler', 'runtime', 'driver', 'reference_api', 'algorithm', 'learner')
 
 
 def _allowed_imports() -> dict[str, frozenset[str]]:
     floor = frozenset({'kernels', *BASE})
-    everything = floor | {*STACK, 'nn'}
+    everything = floor | {*STACK, 'nn', 'deprecated'}
     allowed = {
         'kernels': frozenset(),
         **{layer: floor for layer in BASE},
         **{layer: floor | set(STACK[:height]) for height, layer in enumerate(STACK)},
         'nn': floor | {'op'},
+        'deprecated': floor | {'op', 'nn'},
         'testing': everything | {TOP},
         'benchmarking': everything | {TOP},
         TOP: everything,

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from .._deprecation import superseded
 from .conv import Conv1d, Conv2d, Conv3d
 from .embedding import Embedding
-from .forwards import FORWARDED, forwarded
+from .forwards import FORWARDED
 from .grouped import GroupedLinear
 from .linear import Linear, ScaledWSLinear, SignedWLinear, SparseLinear
 from .lora import LoRA
@@ -39,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return forwarded(__name__, name)
+    return superseded(__name__, name, FORWARDED)
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,8 @@
 """Names that braintrace's ``nn`` once had, of layers that live in other packages."""
 
-import importlib
-import warnings
-from typing import Any
+from .._deprecation import Superseded
 
-__all__ = ['FORWARDED', 'forwarded']
+__all__ = ['FORWARDED']
 
 _NEURONS = 'IF LIF ALIF Expon Alpha DualExpon STP STD'.split()
 _LAYERS = """
@@ -17,18 +15,8 @@ _LAYERS = """
     BatchNorm0d BatchNorm1d BatchNorm2d BatchNorm3d LayerNorm RMSNorm GroupNorm
 """.split()
 
-FORWARDED = dict.fromkeys(_NEURONS, 'brainpy.state') | dict.fromkeys(_LAYERS, 'brainstate.nn')
-"""By name, the package that has it."""
-
-
-def forwarded(module: str, name: str) -> Any:
-    """The layer of another package that a module forwards to, with a ``DeprecationWarning``."""
-    if name not in FORWARDED:
-        raise AttributeError(f'module {module!r} has no attribute {name!r}')
-    home = FORWARDED[name]
-    warnings.warn(
-        f'{module}.{name} is deprecated, and will be removed: use {home}.{name}.',
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return getattr(importlib.import_module(home), name)
+FORWARDED = {
+    name: Superseded(home, f'{home}.{name}')
+    for home, names in (('brainpy.state', _NEURONS), ('brainstate.nn', _LAYERS))
+    for name in names
+}
