@@ -15,8 +15,13 @@ CALLS = {'cuda': '__gpu$xla.gpu.triton', 'tpu': 'tpu_custom_call'}
 def exact(f, *operands):
     """What ``f`` gives in float64 for the same values."""
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, 'float64')), operands)
-        return jax.tree.map(np.asarray, f(*wide))
+        return jax.tree.map(np.asarray, f(*jax.tree.map(_widened, operands)))
+
+
+def _widened(a):
+    """Numbers that are no places in float64."""
+    a = np.asarray(a)
+    return jnp.asarray(a if np.issubdtype(a.dtype, np.integer) else a.astype('float64'))
 
 
 def assert_close(found, wanted, values):
