@@ -217,7 +217,7 @@ def _trace(spec: TraceSpec) -> Case:
         compared = {(MANY,): ('triton',), (8,): ('mosaic',) if spec.size == 2 else ()}.get(lead, ())
     return Case(
         *_described(spec),
-        (*arrays, *_optional(spec, arrays)),
+        (*arrays, None, *_optional(spec, arrays)),
         partial(_pack_trace, spec.groups),
         trace=(3,),
         # For a TPU, inputs and planes of groups are transposed first, which a window shows.
@@ -256,34 +256,17 @@ def _entries(spec: SparseSpec) -> Case:
         op,
         dtype,
         f'{shape}, {spec.entries} entries',
-        (*arrays, *_optional(spec, arrays)[:2], spec.places(), *_optional(spec, arrays)[2:]),
-        _pack_entries,
+        (*arrays, spec.places(), *_optional(spec, arrays)),
+        partial(_pack_trace, spec.groups),
         trace=(3,),
         bounded=large,
-        copied=(0, 1, 2, 4, 6),
+        copied=(0, 1, 2, 4, 7),
         gathers=True,
         kinds=('triton',),
         # Of a larger batch, plain JAX has a loop that is none over steps.
         compared=('triton',) if large and spec.shape[0] <= 8 else (),
         steps=spec.steps or 0,
     )
-
-
-def _pack_entries(
-    x: Any,
-    D: Any,
-    f: Any,
-    trace: Any,
-    signal: Any,
-    live: Any,
-    w: Any,
-    places: Any,
-    seed: Any = None,
-) -> TraceOperands:
-    rules = sparse_rules(*places, has_bias=False)
-    product = partial(sample, sources=places[0], targets=places[1])
-    total = None if w is None else _weight(product, x, w)
-    return TraceOperands(rules, x, D, f, trace, signal, seed, live, w, total)
 
 
 def _pack_trace(
@@ -293,27 +276,29 @@ def _pack_trace(
     f: Any,
     trace: Any,
     signal: Any,
+    places: Any,
     live: Any,
-    w: Any = None,
+    w: Any,
     seed: Any = None,
 ) -> TraceOperands:
-    total = None if w is None else _product(groups, x, w)
-    rules = matmul_rules(groups, has_bias=False, precision='highest')
+    """Of a dense op, or of one with entries in some places."""
+    if places is None:
+        rules = matmul_rules(groups, has_bias=False, precision='highest')
+        product = partial(_product, groups)
+    else:
+        rules = sparse_rules(*places, has_bias=False)
+        product = partial(sample, sources=places[0], targets=places[1])
+    total = None
+    if w is not None:
+        is_shape = isinstance(x, jax.ShapeDtypeStruct)
+        total = {'weight': jax.eval_shape(product, x, w) if is_shape else product(x, w)}
     return TraceOperands(rules, x, D, f, trace, signal, seed, live, w, total)
 
 
 def _product(groups: int, x: Any, w: Any) -> Any:
     axes = tuple(range(x.ndim - 1))
     summed, kept = axes[: len(axes) - groups], axes[len(axes) - groups :]
-    numbers = (summed, summed), (kept, kept)
-    product = partial(jax.lax.dot_general, dimension_numbers=numbers, precision='highest')
-    return _weight(product, x, w)
-
-
-def _weight(product: Callable[..., Any], x: Any, w: Any) -> Any:
-    """A product, or its shape."""
-    is_shape = isinstance(x, jax.ShapeDtypeStruct)
-    return {'weight': jax.eval_shape(product, x, w) if is_shape else product(x, w)}
+    return jax.lax.dot_general(x, w, ((summed, summed), (kept, kept)), precision='highest')
 
 
 def plain_pass(x: Any, D: Any, f: Any, trace: Any, signal: Any) -> Any:

@@ -7,4 +7,4 @@ __all__ = ['supports']
 
 def supports(operands: TraceOperands) -> str:
     """Why there is no kernel, for any operands."""
-    return 'the entries of a sparse weight are gathered by index, which a kernel for TPUs cannot do'
+    return 'the entries of a sparse weight are gathered by index, at which TPUs are slow'

@@ -62,8 +62,8 @@ def test_traces_of_entries(op, shape, entries, name):
     steps = 7 if op is trace_carry else None
     case = case_of(SparseSpec(2, shape, steps=steps, entries=entries))
     run = partial(called, partial(op, backend=Backend(name)), case)
-    shapes, places = case.operands[:7], case.operands[7]
-    new, read = checked(lambda *operands: run(*operands, places), shapes)
+    *shapes, places, live, w = case.operands
+    new, read = checked(lambda arrays, *more: run(*arrays, places, *more), (shapes, live, w))
     assert [e['weight'].shape for e in new] == [(*shape[:-2], entries)] * 2
     assert read['weight'].shape == (entries,)
 

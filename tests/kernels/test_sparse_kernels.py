@@ -22,7 +22,14 @@ from braintrace_fast.kernels.specs import CHECKED, SparseSpec
 from braintrace_fast.kernels.trace_carry import trace_carry
 from braintrace_fast.kernels.trace_step import trace_step
 from braintrace_fast.op.sparse_sums import sample
-from tests.kernel_checks import as_planes, assert_close, count_calls, lowered
+from tests.kernel_checks import (
+    as_planes,
+    assert_close,
+    assert_drawn_alike,
+    count_calls,
+    lowered,
+    three_steps,
+)
 
 
 def op_named(name):
@@ -168,10 +175,7 @@ def test_every_backend_rounds_alike(op, batch):
     found, wanted = (
         jax.jit(call(op, module, spec))(*operands, seed=7)[0] for module in ('triton', 'reference')
     )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        a, b = (np.asarray(leaf, 'float32') for leaf in (a, b))
-        assert np.mean(a != b) < 0.01  # where float32 differs in the last bit, so may the draw
-        np.testing.assert_allclose(a, b, rtol=2**-7)
+    assert_drawn_alike(found, wanted)
     nearest, _ = jax.jit(call(op, 'reference', spec))(*operands)
     assert np.mean(np.asarray(nearest[0]['weight'] != found[0]['weight'])) > 0.2
 
@@ -267,25 +271,32 @@ def test_a_kernel_batches_inside_a_scan(op):
     x, D, f, trace, signal = arrays_of(spec)
     others = jax.tree.map(lambda a: jnp.stack([a, -a]), (x, D, f, signal))
 
-    def three(run, x, D, f, signal, trace):
-        """A batch of three steps from one trace."""
-
-        def body(trace, _):
-            new, read = jax.vmap(run)(x, D, f, trace, signal)
-            return list(new), read
-
-        start = list(jax.vmap(run, in_axes=(0, 0, 0, None, 0))(x, D, f, trace, signal)[0])
-        return jax.lax.scan(body, start, length=2)
-
     found, wanted = (
-        jax.jit(partial(three, call(op, module, spec)))(*others, trace)
+        jax.jit(partial(three_steps, call(op, module, spec)))(*others, trace)
         for module in ('triton', 'reference')
     )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, wanted)
     kernel = call(op, 'triton', spec, interpret=False)
     assert (
-        count_calls(lowered(partial(three, kernel), *others, trace, platform='cuda'), 'cuda') == 2
+        count_calls(lowered(partial(three_steps, kernel), *others, trace, platform='cuda'), 'cuda')
+        == 2
     )
+
+
+@OPS
+def test_a_kernel_lowers_inside_shard_map(op):
+    spec = spec_of(op, 2, (2, 3, 4), entries=9)
+    sharding = jax.sharding.PartitionSpec
+    rows, row = sharding(*[None] * (op is CARRY), 'batch'), sharding('batch')
+
+    def run(*operands):
+        new, read = call(op, 'triton', spec, interpret=False)(*operands)
+        return new, jax.lax.psum(read, 'batch')
+
+    in_specs = (rows, row, rows, row, row)
+    sharded = jax.shard_map(run, in_specs=in_specs, out_specs=(row, sharding()))
+    text = lowered(sharded, *spec.arrays(), platform='cuda', batch=2)
+    assert count_calls(text, 'cuda') == 1
 
 
 @OPS
