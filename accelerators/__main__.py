@@ -41,8 +41,9 @@ def main() -> int:
         print('| ' + ' | '.join(HEADER) + ' |', flush=True)
         rows = []
         for future in checked:
-            rows += future.result()
-            print(*map(as_line, rows[-len(targets) :]), sep='\n', flush=True)
+            found = future.result()
+            rows += found
+            print(*map(as_line, found), sep='\n', flush=True)
         windows = [row for future in launched for row in future.result()]
         print(*map(window_line, windows), sep='\n', flush=True)
         missed = [line for future in passed for line in future.result()]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
 
+from braintrace_fast.kernels.outer.operands import TraceOperands
+from braintrace_fast.kernels.sparse import triton as sparse
+from braintrace_fast.kernels.sparse_step.triton import sparse_step
+
 from .cases import Case
 from .checks import measure
+from .rules import sparse_rules
 
 __all__ = ['BROKEN', 'Broken', 'decay', 'escaped']
 
@@ -63,6 +69,24 @@ def _twice(trace: jax.Array, **options: Any) -> jax.Array:
     return decay(other, **options) + trace
 
 
+def _entries(trace: jax.Array, first: bool = False, tile: sparse.Tile | None = None) -> Any:
+    """Decay a trace as that of a sparse weight, by a plane, and read it.
+
+    The plane may be gathered ``first``, for all examples and entries.
+    """
+    number = lax.iota(jnp.int32, trace[0].size)
+    rows, cols = number // trace.shape[1], number % trace.shape[2]
+    old, plane = trace.reshape(len(trace), -1), trace[:, 0]
+    if first:
+        plane, cols = lax.optimization_barrier(jnp.take(plane, cols, 1)), number
+    rules = sparse_rules(rows, cols, has_bias=False)
+    given = TraceOperands(rules, trace[:, 1], [[plane]], [None], [{'weight': old}], [plane])
+    chosen = sparse.choose_tile if tile is None else lambda todo: tile
+    with mock.patch.object(sparse, 'choose_tile', chosen):
+        (new,), read = sparse_step(given)
+    return new['weight'].reshape(trace.shape), read['weight']
+
+
 class Broken(NamedTuple):
     """A kernel, the targets to try it on, what must be said; if a trace is donated to it."""
 
@@ -89,6 +113,13 @@ BROKEN = [
     Broken('a second trace', partial(_twice, **ON_TPU), ('v5e',), 'beside a trace'),
     Broken('two passes', partial(_twice, **ON_GPU), ('sm_90',), 'it moves'),
     Broken('two passes', partial(_twice, **ON_TPU), ('v5e',), 'it moves'),
+    Broken('a plane gathered first', partial(_entries, first=True), ('sm_90',), 'beside a trace'),
+    Broken(
+        'a block of entries that registers do not hold',
+        partial(_entries, tile=sparse.Tile(512, 16, 1, 1)),
+        ('sm_80', 'sm_90', 'sm_100'),
+        'spills',
+    ),
     Broken(
         'a tile that VMEM does not hold',
         partial(decay, tile=(8, 512, 512), params=_mosaic()),

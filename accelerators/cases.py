@@ -25,12 +25,14 @@ from braintrace_fast.kernels.specs import (
     FactoredSpec,
     JacobianSpec,
     SmoothSpec,
+    SparseSpec,
     Spec,
     TraceSpec,
 )
+from braintrace_fast.op.sparse_sums import sample
 from tests import models
 
-from .rules import matmul_rules
+from .rules import matmul_rules, sparse_rules
 
 __all__ = [
     'Case',
@@ -67,6 +69,12 @@ class Case(NamedTuple):
         Which operands are the trace: they are donated, and must be updated in place.
     bounded : bool
         Whether the bytes that it moves may exceed the floor by no more than 5%.
+    copied : tuple of int
+        Which operands are transposed first: what that takes and moves is allowed.
+    gathers : bool
+        Whether a kernel takes of some blocks what it needs, so that their bytes mean nothing.
+    kinds : tuple of str
+        The kinds of kernels that have it.
     compared : tuple of str
         The kinds of kernels that are compared with what XLA makes of the plain formula.
     halved : tuple of str
@@ -86,6 +94,9 @@ class Case(NamedTuple):
     pack: Callable[..., Any]
     trace: tuple[int, ...] = ()
     bounded: bool = False
+    copied: tuple[int, ...] = ()
+    gathers: bool = False
+    kinds: tuple[str, ...] = BOTH
     compared: tuple[str, ...] = ()
     halved: tuple[str, ...] = ()
     stacked: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
@@ -151,6 +162,8 @@ def case_of(spec: Spec) -> Case:
     match spec:
         case JacobianSpec():
             return _jacobian(spec)
+        case SparseSpec():
+            return _entries(spec)
         case TraceSpec():
             return _trace(spec)
         case AdjointSpec():
@@ -196,25 +209,15 @@ def _jacobian(spec: JacobianSpec) -> Case:
 
 
 def _trace(spec: TraceSpec) -> Case:
-    """Over steps, there is a product to be added to what is read; a flag says if it is live."""
     arrays = spec.arrays()
-    w = None if spec.steps is None else arrays[2][0]  # like a plane of ``u``
-    more = [jax.ShapeDtypeStruct((), bool), w]
-    if spec.rounded:
-        more.append(jax.ShapeDtypeStruct((), jnp.uint32))
-    stored, window = spec.stored or spec.dtype, '' if spec.steps is None else f'K={spec.steps}, '
-    lead = spec.shape[:-2]
+    stored, lead = spec.stored or spec.dtype, spec.shape[:-2]
     compared: tuple[str, ...] = BOTH if lead == (MANY,) else ()
     if spec.steps is not None and spec.shape[-1] == LARGE:
         # XLA takes minutes for many examples on a TPU.
         compared = {(MANY,): ('triton',), (8,): ('mosaic',) if spec.size == 2 else ()}.get(lead, ())
     return Case(
-        spec.op,
-        f'{stored}, rounded' if spec.rounded else stored,
-        f'S={spec.size}, {window}{spec.shape}'
-        + ('' if spec.signal else ', no signal')
-        + (', groups' if spec.groups else ''),
-        (*arrays, *more),
+        *_described(spec),
+        (*arrays, None, *_optional(spec, arrays)),
         partial(_pack_trace, spec.groups),
         trace=(3,),
         # For a TPU, inputs and planes of groups are transposed first, which a window shows.
@@ -227,6 +230,45 @@ def _trace(spec: TraceSpec) -> Case:
     )
 
 
+def _described(spec: TraceSpec) -> tuple[str, str, str]:
+    """The op, the type and the operands."""
+    stored, window = spec.stored or spec.dtype, '' if spec.steps is None else f'K={spec.steps}, '
+    return (
+        spec.op,
+        f'{stored}, rounded' if spec.rounded else stored,
+        f'S={spec.size}, {window}{spec.shape}'
+        + ('' if spec.signal else ', no signal')
+        + (', groups' if spec.groups else ''),
+    )
+
+
+def _optional(spec: TraceSpec, arrays: Sequence[Any]) -> list[Any]:
+    """A flag, if the trace is live; over steps, what is multiplied and added to what is read."""
+    w = None if spec.steps is None else arrays[2][0]  # like a plane of ``u``
+    seed = [jax.ShapeDtypeStruct((), jnp.uint32)] if spec.rounded else []
+    return [jax.ShapeDtypeStruct((), bool), w, *seed]
+
+
+def _entries(spec: SparseSpec) -> Case:
+    op, dtype, shape = _described(spec)
+    arrays, large = spec.arrays(), spec.shape[-1] >= LARGE
+    return Case(
+        op,
+        dtype,
+        f'{shape}, {spec.entries} entries',
+        (*arrays, spec.places(), *_optional(spec, arrays)),
+        partial(_pack_trace, spec.groups),
+        trace=(3,),
+        bounded=large,
+        copied=(0, 1, 2, 4, 7),
+        gathers=True,
+        kinds=('triton',),
+        # Of a larger batch, plain JAX has a loop that is none over steps.
+        compared=('triton',) if large and spec.shape[0] <= 8 else (),
+        steps=spec.steps or 0,
+    )
+
+
 def _pack_trace(
     groups: int,
     x: Any,
@@ -234,22 +276,29 @@ def _pack_trace(
     f: Any,
     trace: Any,
     signal: Any,
+    places: Any,
     live: Any,
-    w: Any = None,
+    w: Any,
     seed: Any = None,
 ) -> TraceOperands:
-    total = None if w is None else _product(groups, x, w)
-    rules = matmul_rules(groups, has_bias=False, precision='highest')
+    """Of a dense op, or of one with entries in some places."""
+    if places is None:
+        rules = matmul_rules(groups, has_bias=False, precision='highest')
+        product = partial(_product, groups)
+    else:
+        rules = sparse_rules(*places, has_bias=False)
+        product = partial(sample, sources=places[0], targets=places[1])
+    total = None
+    if w is not None:
+        is_shape = isinstance(x, jax.ShapeDtypeStruct)
+        total = {'weight': jax.eval_shape(product, x, w) if is_shape else product(x, w)}
     return TraceOperands(rules, x, D, f, trace, signal, seed, live, w, total)
 
 
 def _product(groups: int, x: Any, w: Any) -> Any:
     axes = tuple(range(x.ndim - 1))
     summed, kept = axes[: len(axes) - groups], axes[len(axes) - groups :]
-    numbers = (summed, summed), (kept, kept)
-    product = partial(jax.lax.dot_general, dimension_numbers=numbers, precision='highest')
-    is_shape = isinstance(x, jax.ShapeDtypeStruct)
-    return {'weight': jax.eval_shape(product, x, w) if is_shape else product(x, w)}
+    return jax.lax.dot_general(x, w, ((summed, summed), (kept, kept)), precision='highest')
 
 
 def plain_pass(x: Any, D: Any, f: Any, trace: Any, signal: Any) -> Any:

@@ -70,14 +70,19 @@ class Row(NamedTuple):
 def check(make: Callable[[], Case], targets: tuple[str, ...] = TARGETS) -> list[Row]:
     """Compile a case for each target."""
     case = make()
-    return [measure(case, target) for target in targets]
+    return [measure(case, target) for target in targets if kind_of(target) in case.kinds]
+
+
+def kind_of(target: str) -> str:
+    """The kind of kernel that a target takes."""
+    return 'triton' if target in GPUS else 'mosaic'
 
 
 def measure(case: Case, target: str, *, donate: bool = True) -> Row:
     """Compile a case for a target, measure it and find its faults."""
     row = Row(case.op, case.dtype, case.shape, target)
     donated = case.trace if donate else ()
-    kind = 'triton' if target in GPUS else 'mosaic'
+    kind = kind_of(target)
     f = implementation(case, kind)
     try:
         if kind == 'triton':
@@ -95,10 +100,11 @@ def measure(case: Case, target: str, *, donate: bool = True) -> Row:
     row = row._replace(
         moved=moved(compiled.as_text()),
         floor=floor(case),
-        blocks=block_bytes(f, case.operands, kept=kind == 'mosaic'),
+        blocks=0 if case.gathers else block_bytes(f, case.operands, kept=kind == 'mosaic'),
     )
-    if case.bounded and row.moved > MOST * row.floor:
-        faults.append(f'it moves {row.moved} bytes and must move {row.floor}')
+    least = row.floor + 2 * _copied(case)
+    if case.bounded and row.moved > MOST * least:
+        faults.append(f'it moves {row.moved} bytes and must move {least}')
     if kind in case.compared:
         row = row._replace(
             planes=_plain(case, target, False),
@@ -109,6 +115,15 @@ def measure(case: Case, target: str, *, donate: bool = True) -> Row:
     if case.trace:
         faults += _faults_of_trace(case, compiled, kind)
     return row._replace(faults=tuple(faults))
+
+
+def _bytes(arrays: Any) -> int:
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
+
+
+def _copied(case: Case) -> int:
+    """The bytes of what is transposed first."""
+    return _bytes([case.operands[place] for place in case.copied])
 
 
 def taken(case: Case, target: str) -> str:
@@ -151,10 +166,10 @@ def _faults_of_trace(case: Case, compiled: Any, kind: str) -> list[str]:
     memory = compiled.memory_analysis()
     least = max(size, 8)  # a single number may be the flag of the trace
     faults = [f'it copies {n} bytes' for n in copies(compiled.as_text()) if n >= least]
-    allowed = max(ADDRESSES, size) if kind == 'triton' else max(RESERVE, _tiled(largest))
-    if memory.temp_size_in_bytes >= allowed:
+    room = max(ADDRESSES, size) if kind == 'triton' else max(RESERVE, _tiled(largest))
+    if memory.temp_size_in_bytes >= room + _copied(case):
         faults.append(f'it takes {memory.temp_size_in_bytes} bytes beside a trace of {size}')
-    total = sum(plane.size * plane.dtype.itemsize for plane in planes)
+    total = _bytes(planes)
     if memory.alias_size_in_bytes < total:
         faults.append(f'it updates {memory.alias_size_in_bytes} of {total} bytes in place')
     return faults

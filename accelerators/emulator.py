@@ -210,7 +210,7 @@ class Program:
         values.update(zip(block.arguments, arguments, strict=True))
         for operation in block.operations:
             given = [values[v] for v in operation.operands]
-            if operation.name in ('scf.yield', 'tt.return'):
+            if operation.name in ('scf.yield', 'tt.reduce.return', 'tt.return'):
                 return given
             results = self.operation(operation, given, values)
             values.update(zip(operation.results, results, strict=True))
@@ -229,6 +229,11 @@ class Program:
             case 'scf.if':
                 taken = operation.blocks[:1] if given[0] else operation.blocks[1:]
                 return self.block(taken[0], [], values) if taken else []
+            case 'tt.reduce':
+                first, *others = np.moveaxis(given[0], operation.attributes['axis'], 0)
+                for other in others:
+                    (first,) = self.block(operation.blocks[0], [first, other], values)
+                return [first]
             case 'tt.load':
                 return [self.load(operation, *given)]
             case 'tt.store':

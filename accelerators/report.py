@@ -39,9 +39,12 @@ call of a compiled function, and back. Nothing here was run on a GPU or TPU, not
 - *ratio to the floor*: of them, to the bytes of all operands that results depend on and of all
   results, each once; a trace that is updated in place is read once and written once. For
   `trace_step`, `trace_carry` and `adjoint_scan` of 512 neurons it must be at most 1.05, but for
-  windows of *groups*: on TPUs, their inputs and planes are transposed first.
+  windows of *groups*: on TPUs, their inputs and planes are transposed first. So are those of
+  `sparse_step` and `sparse_carry`, which have kernels for GPUs alone: the limit is then 1.05 times
+  the floor and what transposing moves.
 - *ratio of blocks*: the bytes of the blocks of all cells of the grid, to the same floor. On a GPU
-  what is above 1 is for its caches; a TPU fetches a block if the cell before had another.
+  what is above 1 is for its caches; a TPU fetches a block if the cell before had another. It is not
+  given for sparse weights, of whose inputs and planes a cell takes what its entries need.
 - *XLA*: bytes moved by what XLA makes of the plain formula, without a kernel, to the same floor: of
   planes that are arrays of their own, as `backend='jax'` has them, or stacked in one array. Of a
   loop, every step counts, with one step of the arrays of all steps.

@@ -206,6 +206,10 @@ class OpRules(TraceArithmetic, Protocol):
     def groups(self) -> int:
         """How many axes in front of inputs and outputs number groups, if ``is_outer``."""
 
+    @property
+    def entries(self) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+        """The rows and columns of the weight's entries, if kernels may do with these."""
+
 
 def read_trace(
     rules: TraceArithmetic,

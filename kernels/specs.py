@@ -25,6 +25,7 @@ __all__ = [
     'FactoredSpec',
     'JacobianSpec',
     'SmoothSpec',
+    'SparseSpec',
     'Spec',
     'TraceSpec',
 ]
@@ -82,6 +83,11 @@ class TraceSpec:
         """The name of the op."""
         return 'trace_step' if self.steps is None else 'trace_carry'
 
+    @property
+    def trace_shape(self) -> tuple[int, ...]:
+        """That of the weight's trace."""
+        return self.shape
+
     def arrays(self, rng: Generator | None = None, *, fractions: bool = False) -> tuple[Any, ...]:
         """``x, D, f, trace, signal``; the first plane of each is there at any density."""
         *lead, inputs, outputs = self.shape
@@ -91,7 +97,7 @@ class TraceSpec:
         row, rows = (*lead, outputs), (*time, *lead, outputs)
 
         def trace() -> dict[str, Any]:
-            weight = {'weight': stored.plane(*self.shape)}
+            weight = {'weight': stored.plane(*self.trace_shape)}
             return weight | ({'bias': stored.plane(*row)} if self.bias else {})
 
         D, f, signal = make.nested(row, 2, self.size), make.nested(rows, 1, self.size), None
@@ -101,6 +107,34 @@ class TraceSpec:
             signal = make.nested(row, 1, self.size)
             signal[0] = make.plane(*row)
         return make.plane(*time, *lead, inputs), D, f, e, signal
+
+
+@dataclass(frozen=True)
+class SparseSpec(TraceSpec):
+    """The operands of ``sparse_step`` or, if there are steps, of ``sparse_carry``.
+
+    Attributes
+    ----------
+    entries : int
+        How many there are. If there are as many as rows and columns, all of these have some.
+    """
+
+    entries: int = 1
+
+    @property
+    def op(self) -> str:
+        """The name of the op."""
+        return 'sparse_step' if self.steps is None else 'sparse_carry'
+
+    @property
+    def trace_shape(self) -> tuple[int, ...]:
+        """That of the weight's trace."""
+        return (*self.shape[:-2], self.entries)
+
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of the entries, in order, and their columns, at random; places may repeat."""
+        number, rng = np.arange(self.entries, dtype=np.int32), np.random.default_rng(0)
+        return np.sort(number % self.shape[-2]), rng.permutation(number % self.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -265,6 +299,24 @@ def _compiled_traces(window: bool) -> list[TraceSpec]:
     return [replace(spec, steps=STEPS if spec.shape[-1] == LARGE else 7) for spec in specs]
 
 
+def _compiled_entries(steps: int | None) -> list[SparseSpec]:
+    """Likewise; few planes and many, few examples and many."""
+    window = 7 if steps else None
+    rounded: Any = dict(stored='bfloat16', rounded=True)
+
+    def large(size: int, batch: int, **options: Any) -> SparseSpec:
+        shape = (batch, 4 * LARGE, 4 * LARGE)
+        return SparseSpec(size, shape, steps=steps, entries=2 * LARGE * LARGE, **options)
+
+    specs = [large(size, 8) for size in (1, 2, 6)] + [large(2, 1), large(2, MANY)]
+    specs += [large(2, 8, **rounded), large(6, 8, **rounded)]
+    specs += [SparseSpec(2, (3, 37, 21), 'bfloat16', steps=window, entries=301)]
+    if steps is None:
+        specs += [large(1, 8, signal=False), large(6, 8, signal=False)]
+        specs += [large(2, 8, signal=False, **rounded), SparseSpec(1, (5, 7), entries=1)]
+    return specs
+
+
 def _compiled_jacobians() -> list[JacobianSpec]:
     specs = []
     for model in ('lif', 'lif_expon', 'alif_expon', 'gif_expon', 'stp', 'gru', 'lstm'):
@@ -284,6 +336,8 @@ COMPILED: dict[str, list[Any]] = {
     'hidden_jacobian': _compiled_jacobians(),
     'trace_step': _compiled_traces(window=False),
     'trace_carry': _compiled_traces(window=True),
+    'sparse_step': _compiled_entries(None),
+    'sparse_carry': _compiled_entries(STEPS // 4),
     'adjoint_scan': [
         *(AdjointSpec(size, STEPS, (8, LARGE)) for size in (1, 2, 3, 4)),
         AdjointSpec(2, STEPS, (8, LARGE), 'bfloat16'),
@@ -320,7 +374,23 @@ _CHECKED_TRACES = {
     'groups, no batch': TraceSpec(1, (3, 5, 6), 'bfloat16', groups=1),
     'one group past a tile': TraceSpec(1, (2, 1, 33, 130), groups=1),
 }
-_CHECKED_STEPS = {'past a tile': 17, 'many planes': 70}
+_CHECKED_ENTRIES = {
+    'one entry, no batch': SparseSpec(1, (3, 4), entries=1, bias=True),
+    'empty rows and columns': SparseSpec(2, (3, 11, 13), entries=7, bias=True),
+    'one example': SparseSpec(2, (1, 9, 8), entries=65),
+    'no batch, past a block': SparseSpec(2, (40, 50), entries=300),
+    'two axes of batch': SparseSpec(3, (2, 1, 5, 3), density=0.5, entries=9, bias=True),
+    'past a tile of the batch': SparseSpec(2, (19, 21, 30), entries=131),
+    'bfloat16': SparseSpec(2, (9, 5, 70), 'bfloat16', entries=77, bias=True),
+    'many planes': SparseSpec(5, (2, 17, 4), density=0.6, stored='bfloat16', entries=130),
+    'more entries than places': SparseSpec(2, (3, 3, 2), entries=40),
+}
+_CHECKED_STEPS = {'past a tile': 17, 'many planes': 70, 'one example': 17}
+
+
+def _over_windows(specs: dict[str, Any]) -> dict[str, Any]:
+    return {k: replace(spec, steps=_CHECKED_STEPS.get(k, 3)) for k, spec in specs.items()}
+
 
 _LAYERS = ('gru', 'lstm', 'lif', 'alif_expon', 'gif_expon', 'coba_ei', 'stp', 'lif_expon_shared')
 _WRITTEN = ('custom_jvp', 'custom_vjp', 'layer_norm', 'lateral', 'jit', 'scan')
@@ -328,10 +398,9 @@ _WRITTEN = ('custom_jvp', 'custom_vjp', 'layer_norm', 'lateral', 'jit', 'scan')
 CHECKED: dict[str, dict[str, Any]] = {
     'hidden_jacobian': {model: JacobianSpec(model, 3) for model in _LAYERS + _WRITTEN},
     'trace_step': _CHECKED_TRACES,
-    'trace_carry': {
-        name: replace(spec, steps=_CHECKED_STEPS.get(name, 3))
-        for name, spec in _CHECKED_TRACES.items()
-    },
+    'trace_carry': _over_windows(_CHECKED_TRACES),
+    'sparse_step': _CHECKED_ENTRIES,
+    'sparse_carry': _over_windows(_CHECKED_ENTRIES),
     'adjoint_scan': {
         'one neuron': AdjointSpec(1, 1, (1,)),
         'no batch': AdjointSpec(2, 11, (37,), density=0.6),
@@ -368,6 +437,11 @@ EMULATED: dict[str, Any] = {
     'a carry in bfloat16': TraceSpec(1, (3, 17), 'bfloat16', steps=7),
     'a carry of two chunks': TraceSpec(2, (2, 19, 70), steps=20),
     'a carry of two chunks in bfloat16': TraceSpec(1, (3, 17), 'bfloat16', steps=20),
+    'a step of entries': SparseSpec(2, (19, 7, 9), entries=70),
+    'a step of one entry': SparseSpec(1, (1, 1), entries=1),
+    'a carry of entries': SparseSpec(2, (19, 7, 9), entries=70, steps=5),
+    'a carry of entries, no batch': SparseSpec(2, (7, 9), entries=270, steps=6),
+    'a carry of entries in bfloat16': SparseSpec(1, (2, 7, 9), 'bfloat16', entries=30, steps=5),
     'an adjoint': AdjointSpec(2, 6, (3, 37)),
     'an adjoint of one neuron': AdjointSpec(1, 1, (1,)),
     'an adjoint that others follow': AdjointSpec(2, 6, (3, 37), later=True),

@@ -15,8 +15,13 @@ CALLS = {'cuda': '__gpu$xla.gpu.triton', 'tpu': 'tpu_custom_call'}
 def exact(f, *operands):
     """What ``f`` gives in float64 for the same values."""
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, 'float64')), operands)
-        return jax.tree.map(np.asarray, f(*wide))
+        return jax.tree.map(np.asarray, f(*jax.tree.map(_widened, operands)))
+
+
+def _widened(a):
+    """Numbers that are no places in float64."""
+    a = np.asarray(a)
+    return jnp.asarray(a if np.issubdtype(a.dtype, np.integer) else a.astype('float64'))
 
 
 def assert_close(found, wanted, values):
@@ -38,6 +43,14 @@ def assert_rounded(found, values):
         allowed = float(jnp.finfo(a.dtype).eps) * np.abs(value) + 1e-5 * scale
         error = np.abs(np.asarray(a, 'float64') - value)
         assert np.all(error <= allowed), np.max(error / (allowed + 1e-30))
+
+
+def assert_drawn_alike(found, wanted):
+    """Values in bfloat16 that were rounded by the same random numbers."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = (np.asarray(leaf, 'float32') for leaf in (a, b))
+        assert np.mean(a != b) < 0.01  # where float32 differs in the last bit, so may the draw
+        np.testing.assert_allclose(a, b, rtol=2**-7)
 
 
 def as_planes(like, values):
@@ -93,6 +106,17 @@ def called(text, platform):
     """The names of the kernels that a lowered module has."""
     lines = [line for line in text.splitlines() if f'@{CALLS[platform]}(' in line]
     return [re.search(r'\b(?:kernel_)?name = "(\w+)"', line)[1] for line in lines]
+
+
+def three_steps(run, x, D, f, signal, trace):
+    """A batch of three steps of a trace, from one and the same."""
+
+    def body(trace, _):
+        new, read = jax.vmap(run)(x, D, f, trace, signal)
+        return list(new), read
+
+    start = list(jax.vmap(run, in_axes=(0, 0, 0, None, 0))(x, D, f, trace, signal)[0])
+    return jax.lax.scan(body, start, length=2)
 
 
 def race_message(run, capfd):

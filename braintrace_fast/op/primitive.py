@@ -56,6 +56,11 @@ class TraceRules:
     groups : int
         With ``is_outer``: how many axes (0 or 1) in front of the last ones number groups, each with
         a weight of its own. All axes in front of them share the weights.
+    entries : Callable, optional
+        ``(**params) -> (rows, cols)``: for an op whose weight has entries ``p`` at some places of
+        a matrix. ``x`` and plane have the same leading axes, the trace of ``'weight'`` is
+        ``x[..., rows[p]] * plane[..., cols[p]]``, decays by ``plane[..., cols[p]]``, and every
+        other entry of the trace is the plane itself: there are kernels for that too.
     operand, plane_view : Callable, optional
         ``(x, **params)`` and ``(plane, **params)``: what the rules, and kernels, are given in place
         of ``x`` and of planes. For an op that is an outer product in other coordinates than its
@@ -81,6 +86,7 @@ class TraceRules:
     contract: Callable[..., Weights]
     is_outer: bool = False
     groups: int = 0
+    entries: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     keeps_input: bool = False
     operand: Callable[..., jax.Array] | None = None
     plane_view: Callable[..., jax.Array] | None = None

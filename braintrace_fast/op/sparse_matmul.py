@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..kernels.promotion import product
 from .matmul import matmul
 from .operands import affine
 from .primitive import TraceRules, Weights, register_primitive, weight_and_bias
@@ -84,8 +85,8 @@ def _outer_sum(x: jax.Array, plane: jax.Array, **params: Any) -> Weights:
 def _decay(
     plane: jax.Array, trace: Weights, *, has_bias: bool, cols: jax.Array, **_: Any
 ) -> Weights:
-    decayed = {'weight': take(computed(plane), cols) * trace['weight']}
-    return decayed | {'bias': plane * trace['bias']} if has_bias else decayed
+    decayed = {'weight': product(take(computed(plane), cols), trace['weight'])}
+    return decayed | {'bias': product(plane, trace['bias'])} if has_bias else decayed
 
 
 def _contract(
@@ -95,13 +96,17 @@ def _contract(
 
     def add_examples(total: jax.Array, first: Any, num: int) -> jax.Array:
         some = (lax.dynamic_slice_in_dim(a, first, num) for a in (planes, traces))
-        return sum((take(p, cols) * e for p, e in zip(*some, strict=True)), total)
+        return sum((product(take(p, cols), e) for p, e in zip(*some, strict=True)), total)
 
     start = zeros_for(cols.shape, planes, traces)
     result = {'weight': in_blocks(add_examples, start, len(planes), EXAMPLES)}
     if has_bias:
-        result['bias'] = one_batch(plane * trace['bias']).sum(0)
+        result['bias'] = one_batch(product(plane, trace['bias'])).sum(0)
     return result
+
+
+def _entries(*, rows: jax.Array, cols: jax.Array, **_: Any) -> tuple[jax.Array, jax.Array]:
+    return rows, cols
 
 
 sparse_matmul_p = register_primitive(
@@ -112,7 +117,9 @@ sparse_matmul_p = register_primitive(
     aux_invars_fn=_places,
     weight_vjp=_weight_vjp,
     linear_in_x=('weight',),
-    trace_rules=TraceRules(_outer, _outer_sum, _decay, _contract, keeps_input=True),
+    trace_rules=TraceRules(
+        _outer, _outer_sum, _decay, _contract, entries=_entries, keeps_input=True
+    ),
 )
 
 

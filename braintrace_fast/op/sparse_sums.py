@@ -22,6 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._compat import varying_alike
+from ..kernels.promotion import common_type
 from .outer import outer_total
 
 __all__ = ['computed', 'in_blocks', 'one_batch', 'sample', 'spread', 'take', 'zeros_for']
@@ -71,13 +72,13 @@ def sample(x: jax.Array, y: jax.Array, sources: jax.Array, targets: jax.Array) -
 
 
 def _of_one_type(a: jax.Array, b: jax.Array) -> list[jax.Array]:
-    dtype = jnp.result_type(a, b)
+    dtype = common_type(a, b)
     return varying_alike(a.astype(dtype), b.astype(dtype))
 
 
 def zeros_for(shape: tuple[int, ...], *summed: jax.Array) -> jax.Array:
     """What a sum of products of arrays starts from, inside ``shard_map`` too."""
-    return varying_alike(jnp.zeros(shape, jnp.result_type(*summed)), *summed)[0]
+    return varying_alike(jnp.zeros(shape, common_type(*summed)), *summed)[0]
 
 
 def one_batch(a: jax.Array) -> jax.Array:

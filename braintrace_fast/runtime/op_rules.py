@@ -41,6 +41,7 @@ def bound_rules(
         decay=bound(rules.decay),
         contract=bound(rules.contract),
         is_outer=rules.is_outer and not slopes,
+        entries=None if slopes else bound(rules.entries),
         operand=bound(rules.operand),
         plane_view=bound(rules.plane_view),
         weight_view=bound(rules.weight_view),

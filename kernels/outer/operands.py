@@ -20,7 +20,7 @@ class TraceOperands:
     ----------
     rules : OpRules
         The op's trace rules: ``outer`` or, over a window, ``outer_sum``, and ``decay`` and
-        ``contract``; and ``is_outer``, whether kernels may do without them.
+        ``contract``; and ``is_outer`` or ``entries``, by which kernels do without them.
     x : array or None
         The op's input, of shape ``(K, ...)`` over a window; None for an op of weights alone.
     decay : sequence of sequence of array or None
@@ -51,3 +51,12 @@ class TraceOperands:
     live: Any = None
     w: Plane = None
     total: Any = None
+
+    @property
+    def places(self) -> tuple[Any, Any] | None:
+        """The rows and columns of the entries of a sparse weight; None for another one."""
+        return None if self.rules.entries is None else self.rules.entries()
+
+    def op(self, name: str) -> str:
+        """The op that takes the trace across a ``'step'``, or a window by ``'carry'``."""
+        return f'{"trace" if self.rules.entries is None else "sparse"}_{name}'

@@ -28,6 +28,7 @@ __all__ = [
     'run',
 ]
 
+NOTHING = 'there is nothing to compute'
 FLOATS = (jnp.dtype('float32'), jnp.dtype('bfloat16'))
 
 
@@ -45,13 +46,15 @@ class Arrays(NamedTuple):
     signal : dict
         What reads the old planes, by ``q``, each ``(B, G, O)``.
     trace : dict
-        The old planes that are read, by ``q``, each ``(B, G, I, O)``.
+        The old planes that are read, by ``q``, each ``(B, G, I, O)``, or ``(B, N)`` for entries.
     w : array or None
         What is multiplied by ``x`` and counted with what the signal reads, like ``f[s]``.
     keys : array or None
         The key of stochastic rounding per plane, ``(1, S)``; None to round to the nearest.
     live : array or None
         A flag, ``(1, 1)``; if it is not set, the old planes count as zero. None if they never do.
+    rows, cols : array or None
+        Of a weight with entries at some places, where they are, ``(N,)`` each.
     """
 
     x: Any
@@ -62,6 +65,8 @@ class Arrays(NamedTuple):
     w: Any
     keys: Any
     live: Any
+    rows: Any = None
+    cols: Any = None
 
 
 class Pass(NamedTuple):
@@ -77,6 +82,8 @@ class Pass(NamedTuple):
         The dtype of what the signal reads; None if it reads nothing.
     groups, batch, inputs, outputs : int
         The sizes G, B, I and O.
+    weights : tuple of int
+        The shape of the gradient, ``(G, I, O)`` or ``(N,)``.
     steps : int
         The length K of a window; one for a single step.
     window : bool
@@ -90,6 +97,7 @@ class Pass(NamedTuple):
     batch: int
     inputs: int
     outputs: int
+    weights: tuple[int, ...]
     steps: int
     window: bool
 
@@ -110,6 +118,8 @@ class Blocks(NamedTuple):
         Of a plane ``D[s][q]``; of ``f[s]``; of ``x``; of a plane of the trace; of the gradient.
     number : callable
         From an array of single numbers, such as a flag, to its block.
+    places : BlockSpec, optional
+        Of the rows and columns of entries.
     """
 
     row: Any
@@ -118,13 +128,13 @@ class Blocks(NamedTuple):
     plane: Any
     weights: Any
     number: Callable[[Any], Any]
+    places: Any = None
 
 
 def call_arguments(todo: Pass, arrays: Arrays, blocks: Blocks) -> dict[str, Any]:
     """What ``pallas_call`` must know of the operands and the results of a pass."""
     leaves = jax.tree.leaves(arrays)
-    weights = (todo.groups, todo.inputs, todo.outputs)
-    plane = (todo.batch, *weights)
+    plane = (todo.batch, *todo.weights)
     in_specs = Arrays(
         None if arrays.x is None else blocks.columns,
         dict.fromkeys(arrays.decay, blocks.row),
@@ -133,6 +143,7 @@ def call_arguments(todo: Pass, arrays: Arrays, blocks: Blocks) -> dict[str, Any]
         dict.fromkeys(arrays.trace, blocks.plane),
         None if arrays.w is None else blocks.rows,
         *(None if a is None else blocks.number(a) for a in (arrays.keys, arrays.live)),
+        *(None if a is None else blocks.places for a in (arrays.rows, arrays.cols)),
     )
     return dict(
         in_specs=[*in_specs],
@@ -142,7 +153,7 @@ def call_arguments(todo: Pass, arrays: Arrays, blocks: Blocks) -> dict[str, Any]
         ),
         out_shape=(
             {s: result(plane, dtype, leaves) for s, dtype in todo.written.items()},
-            result(weights, todo.read, leaves) if arrays.signal else None,
+            result(todo.weights, todo.read, leaves) if arrays.signal else None,
         ),
         input_output_aliases=todo.aliases,
     )
@@ -158,6 +169,10 @@ class PlaneRules(NamedTuple):
     def is_outer(self) -> bool:
         """No: they are for what kernels leave."""
         return False
+
+    @property
+    def entries(self) -> None:
+        """None."""
 
     def outer(self, x: Any, plane: jax.Array) -> dict[str, jax.Array]:
         """The plane."""
@@ -183,9 +198,11 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
     ``total`` has the type of the product with ``w``, and an entry for the weight if that is wanted.
     """
     kept = {q: e['weight'] for q, e in enumerate(given.trace) if e is not None}
-    *lead, inputs, outputs = next(iter(kept.values())).shape
+    lead, inputs, outputs, own = _sizes(given)
     groups = lead.pop() if given.rules.groups else 1
     batch, time = math.prod(lead), given.x.shape[:window]
+    places = given.places
+    weights = (groups, *own) if places is None else own
     decay = {(s, q): given.decay[s][q] for s in kept for q in kept if given.decay[s][q] is not None}
     signal: dict[int, Any] = {
         q: given.signal[q] for q in kept if given.signal and given.signal[q] is not None
@@ -197,10 +214,11 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
     if multiplied:
         summed.append(given.total['weight'])
     row, rows = _reshaping(batch, groups, outputs), _reshaping(*time, batch, groups, outputs)
-    plane = _reshaping(batch, groups, inputs, outputs)
+    plane = _reshaping(batch, *weights)
+    x = _reshaping(*time, batch, groups, inputs)(given.x) if fresh or multiplied else None
     return Pass(
         Arrays(
-            _reshaping(*time, batch, groups, inputs)(given.x) if fresh or multiplied else None,
+            x,
             jax.tree.map(row, decay),
             jax.tree.map(rows, fresh),
             jax.tree.map(row, signal),
@@ -208,6 +226,8 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
             rows(given.w) if multiplied else None,
             _keys(given),
             None if given.live is None else given.live.reshape(1, 1),
+            None if places is None or x is None else places[0],
+            None if places is None else places[1],
         ),
         {s: kept[s].dtype for s in kept if s in fresh or any(s == p for p, _ in decay)},
         common_type(*(a.dtype for a in summed)) if signal else None,
@@ -215,9 +235,24 @@ def as_pass(given: TraceOperands, window: bool) -> Pass:
         batch,
         inputs,
         outputs,
+        weights,
         time[0] if window else 1,
         window,
     )
+
+
+def _sizes(given: TraceOperands) -> tuple[list[int], int, int, tuple[int, ...]]:
+    """The axes of a plane in front of the outputs; how many inputs and outputs there are.
+
+    Then the axes that a trace has for these: inputs and outputs, or entries.
+    """
+    weight = next(e['weight'] for e in given.trace if e is not None)
+    if given.rules.entries is None:
+        *lead, inputs, outputs = weight.shape
+        return lead, inputs, outputs, (inputs, outputs)
+    *lead, entries = weight.shape
+    plane = jax.tree.leaves((given.decay, given.fresh, given.signal))[0]
+    return lead, given.x.shape[-1], plane.shape[-1], (entries,)
 
 
 def _reshaping(*shape: int) -> Callable[[Any], Any]:
@@ -243,8 +278,10 @@ def reason(
     kept = [e for e in given.trace if e is not None]
     if not kept:
         return 'no plane of the trace is kept'
-    if given.x is None or not given.rules.is_outer:
+    if given.x is None or not (given.rules.is_outer or given.rules.entries):
         return 'the trace of the op is not an outer product of its input with a plane'
+    if not jax.tree.leaves((given.decay, given.fresh, given.signal)):
+        return NOTHING
     for a, shape in _expected(given, kept, window):
         if a.dtype not in FLOATS:
             return f'an operand is of {a.dtype}; kernels take float32 and bfloat16'
@@ -254,19 +291,19 @@ def reason(
             return f'an operand of shape {shape} is empty'
     seed = None if given.seed is None else jax.ShapeDtypeStruct((), jnp.uint32)
     todo = as_pass(replace(given, seed=seed, live=None), window)
-    return supports(todo) if todo.written or todo.arrays.signal else 'there is nothing to compute'
+    return supports(todo) if todo.written or todo.arrays.signal else NOTHING
 
 
 def _expected(
     given: TraceOperands, kept: Sequence[Any], window: bool
 ) -> list[tuple[Any, tuple[int, ...]]]:
     """Every array, with the shape that kernels expect of it."""
-    *lead, inputs, outputs = kept[0]['weight'].shape
+    lead, inputs, outputs, own = _sizes(given)
     time = given.x.shape[:window]
     row, rows = (*lead, outputs), (*time, *lead, outputs)
     return [
         (given.x, (*time, *lead, inputs)),
-        *((e['weight'], (*lead, inputs, outputs)) for e in kept),
+        *((e['weight'], (*lead, *own)) for e in kept),
         *((a, row) for e in kept for name, a in e.items() if name != 'weight'),
         *((a, row) for planes in given.decay for a in planes if a is not None),
         *((a, row) for a in given.signal or () if a is not None),
@@ -297,7 +334,8 @@ def run(
         new[s] = new[s] | {'weight': weight.reshape(shape)}
     if weight_read is None:
         return tuple(new), given.total
-    read = read | {'weight': weight_read.reshape(shape[-2 - given.rules.groups :])}
+    examples = given.x.ndim - 1 - window - given.rules.groups
+    read = read | {'weight': weight_read.reshape(shape[examples:])}
     if given.total is not None:  # the kernel has multiplied for the weight itself
         read = {
             name: read[name] if name == 'weight' else read[name] + a

@@ -6,6 +6,8 @@ registers, and nobody else touches what the program overwrites. All old planes o
 loaded before any new one is stored. What lies past an edge loads as zero and is not stored.
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +21,17 @@ from ..planes import add
 from ..rounding import stochastic
 from .passes import Arrays, Blocks, Pass, call_arguments, dot
 
-__all__ = ['Tile', 'choose_tile', 'launch', 'supports']
+__all__ = [
+    'GRADIENT',
+    'Tile',
+    'choose_tile',
+    'decayed',
+    'launch',
+    'load',
+    'multiplied',
+    'rounded',
+    'supports',
+]
 
 GRADIENT = -1  # beside the numbers of the planes
 ROWS = 49  # of planes that a thread may hold at once; S x S, 2 S and one of them for S = 6
@@ -62,7 +74,7 @@ def supports(todo: Pass) -> str | None:
     rows = len(given.decay) + len(given.fresh) + len(given.signal) + (given.w is not None)
     if rows > ROWS:
         return f'it takes {rows} planes per tile, and registers hold {ROWS}'
-    plane = todo.batch * todo.groups * todo.inputs * todo.outputs
+    plane = todo.batch * math.prod(todo.weights)
     size = max(plane, *(a.size for a in jax.tree.leaves(given)))
     return f'an operand has {size} elements, and offsets have 32 bits' if size >= 2**31 else None
 
@@ -111,11 +123,43 @@ class _Program(NamedTuple):
 
     def row(self, ref: Any, b: Any) -> jax.Array:
         """The tile of a plane at example ``b``."""
-        return _load(ref.at[b], self.o < self.todo.outputs)[None, :]
+        return load(ref.at[b], self.o < self.todo.outputs)[None, :]
 
 
-def _load(ref: Any, mask: jax.Array) -> jax.Array:
+def load(ref: Any, mask: jax.Array) -> jax.Array:
+    """What a reference holds where a mask is set, in float32; zero elsewhere."""
     return plgpu.load(ref, mask=mask, other=0.0).astype(jnp.float32)
+
+
+def multiplied(refs: Arrays) -> dict[int, Any]:
+    """What is multiplied by the input, by plane."""
+    return refs.fresh if refs.w is None else {**refs.fresh, GRADIENT: refs.w}
+
+
+def decayed(
+    refs: Arrays,
+    new: dict[int, Any],
+    total: Any,
+    old: dict[int, jax.Array],
+    row: Callable[[Any], jax.Array],
+) -> dict[int, Any]:
+    """The sums of decayed planes, and ``total`` with what is read of the old ones.
+
+    ``row`` loads what multiplies a tile of them.
+    """
+    for q, ref in refs.signal.items():
+        total = total + row(ref) * old[q]
+    planes: dict[int, Any] = {
+        s: add(row(ref) * old[q] for (p, q), ref in refs.decay.items() if p == s) for s in new
+    }
+    return planes | {GRADIENT: total}
+
+
+def rounded(refs: Arrays, s: int, value: jax.Array, dtype: Any, place: Callable[[], Any]) -> Any:
+    """A plane's values as they are stored; ``place`` numbers them for stochastic rounding."""
+    if refs.keys is None or dtype != jnp.bfloat16:
+        return value.astype(dtype)
+    return stochastic(value, refs.keys[0, s], place().astype(jnp.uint32))
 
 
 def _kernel(todo: Pass, tile: Tile, refs: Arrays, new: dict[int, Any], read: Any) -> None:
@@ -125,27 +169,20 @@ def _kernel(todo: Pass, tile: Tile, refs: Arrays, new: dict[int, Any], read: Any
     both = (i < todo.inputs)[:, None] & (o < todo.outputs)[None, :]
     # What is not live is not loaded: a product would keep its NaNs.
     live = both if refs.live is None else both & refs.live[0, 0]
-    multiplied = refs.fresh if refs.w is None else {**refs.fresh, GRADIENT: refs.w}
     program = _Program(todo, tile, refs, i, o)
 
     def example(b: Any, total: Any) -> Any:
-        old = {q: _load(ref.at[b], live) for q, ref in refs.trace.items()}
-        for q, ref in refs.signal.items():
-            total = total + program.row(ref, b) * old[q]
-        planes: dict[int, Any] = {
-            s: add(program.row(ref, b) * old[q] for (p, q), ref in refs.decay.items() if p == s)
-            for s in new
-        }
-        planes[GRADIENT] = total
-        if multiplied:
-            planes |= (_add_window if todo.window else _add_step)(program, multiplied, b, planes)
+        def place() -> jax.Array:
+            row = (b * todo.groups + group) * todo.inputs + i[:, None]
+            return row * todo.outputs + o[None, :]
+
+        old = {q: load(ref.at[b], live) for q, ref in refs.trace.items()}
+        planes = decayed(refs, new, total, old, lambda ref: program.row(ref, b))
+        if products := multiplied(refs):
+            planes |= (_add_window if todo.window else _add_step)(program, products, b, planes)
         for s, ref in new.items():
-            value = planes[s]
-            if refs.keys is not None and ref.dtype == jnp.bfloat16:
-                row = (b * todo.groups + group) * todo.inputs + i[:, None]
-                place = row * todo.outputs + o[None, :]
-                value = stochastic(value, refs.keys[0, s], place.astype(jnp.uint32))
-            plgpu.store(ref.at[b], value.astype(ref.dtype), mask=both)
+            value = rounded(refs, s, planes[s], ref.dtype, place)
+            plgpu.store(ref.at[b], value, mask=both)
         return planes[GRADIENT]
 
     start = jnp.zeros(both.shape, jnp.float32) if refs.signal else None
@@ -158,7 +195,7 @@ def _add_step(
     program: _Program, multiplied: dict[int, Any], b: Any, planes: dict[int, Any]
 ) -> dict[int, Any]:
     """Add ``f[s] (x) x``."""
-    x = _load(program.refs.x.at[b], program.i < program.todo.inputs)[:, None]
+    x = load(program.refs.x.at[b], program.i < program.todo.inputs)[:, None]
     return {s: add([planes[s], x * program.row(ref, b)]) for s, ref in multiplied.items()}
 
 

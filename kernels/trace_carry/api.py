@@ -66,4 +66,4 @@ def trace_carry(
         return trace_step(rules, x[0], P, f, trace, signal, **options)
     operands = TraceOperands(rules, x, P, u, trace, signal, seed, live, w, total)
     on_cpu = functools.partial(blocked.trace_carry, overwrite=overwrite)
-    return dispatch.run('trace_carry', backend, operands, cpu=on_cpu)
+    return dispatch.run(operands.op('carry'), backend, operands, cpu=on_cpu)

@@ -68,4 +68,4 @@ def trace_step(
     """
     check_planes('trace_step', len(trace), D=D, f=f, signal=signal)
     operands = TraceOperands(rules, x, D, f, trace, signal, seed, live, w, total)
-    return dispatch.run('trace_step', backend, operands)
+    return dispatch.run(operands.op('step'), backend, operands)

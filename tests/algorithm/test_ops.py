@@ -198,14 +198,26 @@ def test_the_oracle_for_users_knows_the_op(name, decay):
     testing.compare({path[-1]: value for path, value in found.items()}, expected).check(1e-11)
 
 
-IN_KERNELS = 'grouped_matmul', 'einsum_shared', 'einsum_every_class', 'lora', 'conv', 'conv_grouped'
+IN_KERNELS = {
+    'trace_carry': [
+        'grouped_matmul',
+        'einsum_shared',
+        'einsum_every_class',
+        'lora',
+        'conv',
+        'conv_grouped',
+    ],
+    'sparse_carry': ['sparse_matmul', 'sparse_matmul_fixed_number', 'sparse_matmul_shared'],
+}
 
 
-@pytest.mark.parametrize('name', IN_KERNELS)
-def test_kernels_carry_the_trace_of_an_op_that_is_an_outer_product(name):
+@pytest.mark.parametrize(
+    ('kernel', 'name'), [(kernel, name) for kernel, names in IN_KERNELS.items() for name in names]
+)
+def test_kernels_carry_the_trace_of_an_op(kernel, name):
     with brainstate.environ.context(precision=32):
         learner, xs = compiled(name, 'two', 'd_rtrl', 'pieces', backend='interpret')
-        chosen = {c.implementation for c in learner.choices if c.op == 'trace_carry'}
+        chosen = {c.implementation for c in learner.choices if c.op == kernel}
         gradient = found(learner, xs, 'd_rtrl', 'pieces')
     assert chosen and 'jax' not in chosen
     expected = truth(learner, OP_MODELS[name].inputs(STEPS, BATCH), name, 'two', 'd_rtrl', 'pieces')

@@ -21,7 +21,7 @@ def main():
         jax.random.normal(jax.random.key(k), shape)
         for k, shape in enumerate([(3, 4, 5), (4, 8), (3, 4, 8), (4, 5, 8), (4, 8)])
     )
-    rules = SimpleNamespace(is_outer=True, groups=0)
+    rules = SimpleNamespace(is_outer=True, groups=0, entries=None)
 
     def check(run, x, u, time):
         def shard(x, D, u, e, signal):

@@ -14,7 +14,13 @@ from braintrace_fast.kernels.dispatch import Backend
 from braintrace_fast.kernels.factored_trace import factored_trace, smooth
 from braintrace_fast.kernels.hidden_jacobian import hidden_jacobian
 from braintrace_fast.kernels.outer.operands import TraceOperands
-from braintrace_fast.kernels.specs import AdjointSpec, FactoredSpec, SmoothSpec, TraceSpec
+from braintrace_fast.kernels.specs import (
+    AdjointSpec,
+    FactoredSpec,
+    SmoothSpec,
+    SparseSpec,
+    TraceSpec,
+)
 from braintrace_fast.kernels.trace_carry import trace_carry
 from braintrace_fast.kernels.trace_step import trace_step
 from tests.kernels.test_hidden_jacobian import Leaky
@@ -43,6 +49,23 @@ def test_traces(op, shape, name):
     new, read = checked(run, case.operands)
     assert [e['weight'].shape for e in new] == [shape, shape]
     assert read['weight'].shape == shape[-2:]
+
+
+@BACKENDS
+@pytest.mark.parametrize('op', [trace_step, trace_carry], ids=['step', 'carry'])
+@pytest.mark.parametrize(
+    ('shape', 'entries'),
+    [((0, 3, 5), 4), ((2, 3, 5), 0), ((0, 5), 0), ((3, 0), 0)],
+    ids=['no examples', 'no entries', 'no inputs', 'no outputs'],
+)
+def test_traces_of_entries(op, shape, entries, name):
+    steps = 7 if op is trace_carry else None
+    case = case_of(SparseSpec(2, shape, steps=steps, entries=entries))
+    run = partial(called, partial(op, backend=Backend(name)), case)
+    *shapes, places, live, w = case.operands
+    new, read = checked(lambda arrays, *more: run(*arrays, places, *more), (shapes, live, w))
+    assert [e['weight'].shape for e in new] == [(*shape[:-2], entries)] * 2
+    assert read['weight'].shape == (entries,)
 
 
 def called(api, case, *operands):

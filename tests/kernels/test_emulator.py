@@ -1,5 +1,6 @@
 """The kernels for GPUs as they are emitted: run on the CPU, with an eye on every access."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,17 +15,28 @@ from accelerators.blocks import block_bytes
 from accelerators.broken import decay
 from accelerators.cases import case_of, floor, implementation
 from accelerators.emulator import MemoryFault, emulate
-from braintrace_fast.kernels.specs import EMULATED, JacobianSpec, SmoothSpec, TraceSpec
+from braintrace_fast.kernels.specs import (
+    EMULATED,
+    JacobianSpec,
+    SmoothSpec,
+    SparseSpec,
+    TraceSpec,
+)
 from tests.kernel_checks import assert_close, exact
 
 PARAMS = plgpu.CompilerParams(num_warps=1, num_stages=1)
 
 
 def values_of(case):
-    """Operands of a case."""
+    """Operands of a case, drawn where it has but their shapes."""
     rng = np.random.default_rng(0)
-    leaves, tree = jax.tree.flatten(case.operands)
-    return tree.unflatten(jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in leaves)
+
+    def drawn(a):
+        return jnp.asarray(rng.normal(size=a.shape), a.dtype)
+
+    return jax.tree.map(
+        lambda a: drawn(a) if isinstance(a, jax.ShapeDtypeStruct) else jnp.asarray(a), case.operands
+    )
 
 
 @pytest.mark.parametrize('spec', EMULATED.values(), ids=EMULATED)
@@ -36,9 +48,13 @@ def test_a_kernel_is_the_reference_and_moves_each_byte_once(spec):
     assert traffic.unique_loaded + traffic.unique_stored == floor(case)
 
 
-@pytest.mark.parametrize('steps', [None, 7], ids=['trace_step', 'trace_carry'])
-def test_rounding_draws_the_same_for_each_element(steps):
-    case = case_of(TraceSpec(2, (2, 19, 70), stored='bfloat16', steps=steps, rounded=True))
+ROUNDED = [TraceSpec(2, (2, 19, 70)), SparseSpec(2, (19, 7, 9), entries=70)]
+
+
+@pytest.mark.parametrize('steps', [None, 7], ids=['step', 'carry'])
+@pytest.mark.parametrize('spec', ROUNDED, ids=['dense', 'sparse'])
+def test_rounding_draws_the_same_for_each_element(spec, steps):
+    case = case_of(replace(spec, stored='bfloat16', steps=steps, rounded=True))
     *operands, _ = values_of(case)
     seed = jnp.uint32(7)
     (found, _), traffic = emulate(implementation(case, 'triton'), *operands, seed)
@@ -144,7 +160,8 @@ def test_a_slice_over_the_edge_is_caught(verb):
 def test_our_kernels_without_their_masks_are_caught(monkeypatch, name):
     access = getattr(plgpu, name)
     monkeypatch.setattr(plgpu, name, lambda *a, mask=None, other=None: access(*a))
-    for case in map(case_of, (TraceSpec(1, (2, 3, 5)), SmoothSpec(2, (33,)))):
+    specs = TraceSpec(1, (2, 3, 5)), SmoothSpec(2, (33,)), SparseSpec(1, (2, 3, 5), entries=9)
+    for case in map(case_of, specs):
         with pytest.raises(MemoryFault):
             emulate(implementation(case, 'triton'), *values_of(case))
 

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from accelerators.rules import matmul_rules
+from accelerators.rules import matmul_rules, sparse_rules
 from braintrace_fast.kernels.adjoint_scan.operands import AdjointOperands
 from braintrace_fast.kernels.factored_trace.operands import FactoredOperands, SmoothOperands
 from braintrace_fast.kernels.hidden_jacobian import naive, reference
 from braintrace_fast.kernels.outer.operands import TraceOperands
-from braintrace_fast.kernels.specs import CHECKED, AdjointSpec, SmoothSpec
+from braintrace_fast.kernels.specs import CHECKED, AdjointSpec, SmoothSpec, SparseSpec
 from tests.kernel_checks import as_planes, exact
 from tests.kernels.test_hidden_jacobian import NO_KERNEL, transitions
 
@@ -71,7 +71,13 @@ def test_smoothing_is_as_defined(backwards):
 
 
 @pytest.mark.parametrize('live', [None, True, False])
-@named(CHECKED['trace_step'] | {f'{k}, window': v for k, v in CHECKED['trace_carry'].items()})
+@named(
+    {
+        f'{op}, {name}': spec
+        for op in ('trace_step', 'trace_carry', 'sparse_step', 'sparse_carry')
+        for name, spec in CHECKED[op].items()
+    }
+)
 def test_a_trace_is_as_defined(spec, live):
     spec = dataclasses.replace(spec, bias=False, dtype='float32', stored=None)
     x, D, f, trace, signal = arrays_of(spec)
@@ -79,6 +85,9 @@ def test_a_trace_is_as_defined(spec, live):
     rows, columns = (np.asarray(a, 'float64').reshape(-1, a.shape[-1]) for a in (x, w))
     total = {'weight': rows.T @ columns}
     rules = matmul_rules(has_bias=False, precision='highest')
+    if isinstance(spec, SparseSpec):
+        rules = sparse_rules(*spec.places(), has_bias=False)
+        total = {'weight': total['weight'][spec.places()]}
     options = dict(live=live if live is None else np.asarray(live), w=w, total=total)
     operands = TraceOperands(rules, x, D, f, trace, signal, **options)
     new, read = exact(defined(spec.op, 'reference'), operands)

@@ -19,7 +19,16 @@ from braintrace_fast.kernels.outer import triton as outer_triton
 from braintrace_fast.kernels.outer.operands import TraceOperands
 from braintrace_fast.kernels.outer.passes import as_pass
 from braintrace_fast.kernels.specs import CHECKED, TraceSpec
-from tests.kernel_checks import as_planes, assert_close, count_calls, exact, lowered, race_message
+from tests.kernel_checks import (
+    as_planes,
+    assert_close,
+    assert_drawn_alike,
+    count_calls,
+    exact,
+    lowered,
+    race_message,
+    three_steps,
+)
 
 MODULES = ('naive', 'reference', 'triton', 'mosaic')
 
@@ -326,22 +335,12 @@ def test_a_kernel_batches_inside_a_scan(op, backend):
     x, D, f, trace, signal = given(op, 2, (2,), 3, 5, density=0.7)
     others = jax.tree.map(lambda a: jnp.stack([a, -a]), (x, D, f, signal))
 
-    def three(run, x, D, f, signal, trace):
-        """A batch of three steps from one trace."""
-
-        def body(trace, _):
-            new, read = jax.vmap(run)(x, D, f, trace, signal)
-            return list(new), read
-
-        start = list(jax.vmap(run, in_axes=(0, 0, 0, None, 0))(x, D, f, trace, signal)[0])
-        return jax.lax.scan(body, start, length=2)
-
     rules = rules_of(False)
     kernel = call(op, backend, rules)
-    plain = jax.jit(partial(three, call(op, 'reference', rules)))
-    found = jax.jit(partial(three, call(op, backend, rules, interpret=True)))(*others, trace)
+    plain = jax.jit(partial(three_steps, call(op, 'reference', rules)))
+    found = jax.jit(partial(three_steps, call(op, backend, rules, interpret=True)))(*others, trace)
     assert_close(found, jax.eval_shape(plain, *others, trace), exact(plain, *others, trace))
-    text = lowered(partial(three, kernel), *others, trace, platform=PLATFORM[backend])
+    text = lowered(partial(three_steps, kernel), *others, trace, platform=PLATFORM[backend])
     assert count_calls(text, PLATFORM[backend]) == 2
 
 
@@ -375,10 +374,7 @@ def test_every_backend_rounds_alike(op, backend, lead):
     rules = rules_of(True, len(lead) - 1)
     found, _ = jax.jit(call(op, backend, rules, seed=7, interpret=True))(*operands)
     wanted, _ = jax.jit(call(op, 'reference', rules, seed=7))(*operands)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        a, b = (np.asarray(leaf, 'float32') for leaf in (a, b))
-        assert np.mean(a != b) < 0.01  # where float32 differs in the last bit, so may the draw
-        np.testing.assert_allclose(a, b, rtol=2**-7)
+    assert_drawn_alike(found, wanted)
     nearest, _ = jax.jit(call(op, 'reference', rules))(*operands)
     assert np.mean(np.asarray(nearest[0]['weight'] != found[0]['weight'])) > 0.2
     seed = jax.ShapeDtypeStruct((), 'int32')

@@ -1,0 +1,1 @@
+"""The trace of a sparse weight across a window; its entry point is ``trace_carry``."""
