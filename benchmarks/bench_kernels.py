@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from accelerators.rules import matmul_rules
+from accelerators.rules import matmul_rules, sparse_rules
 from braintrace_fast.benchmarking import Program
 from braintrace_fast.kernels.adjoint_scan import adjoint_scan
 from braintrace_fast.kernels.factored_trace import factored_trace
@@ -90,6 +90,32 @@ def step_by_matrices(x, D, f, e, signal):
     return carry_by_matrices(x[None], D, f[:, None], e, signal)
 
 
+PLACES = TIMED['sparse_carry'].places()
+SPARSE_RULES = sparse_rules(*map(jnp.asarray, PLACES), has_bias=False)
+
+
+def entries_carry_by_planes(x, P, u, e, nu):
+    new, read = trace_carry(SPARSE_RULES, x, sparse(P), list(u), traces(e), list(nu))
+    return jnp.stack([plane['weight'] for plane in new]), read['weight']
+
+
+def entries_carry_by_matrices(x, P, u, e, nu):
+    rows, cols = PLACES
+    matrices = dense([plane[None] for plane in P])[0][..., cols]
+    new = jnp.einsum('sqbp,qbp->sbp', matrices, e)
+    new += jnp.einsum('kbp,skbp->sbp', x[..., rows], u[..., cols])
+    return new, jnp.einsum('qbp,qbp->p', nu[..., cols], e)
+
+
+def entries_step_by_planes(x, D, f, e, signal):
+    new, read = trace_step(SPARSE_RULES, x, sparse(D), list(f), traces(e), list(signal))
+    return jnp.stack([plane['weight'] for plane in new]), read['weight']
+
+
+def entries_step_by_matrices(x, D, f, e, signal):
+    return entries_carry_by_matrices(x[None], D, f[:, None], e, signal)
+
+
 class Transition:
     """A voltage with a soft reset that reads the new value of a current, at every step."""
 
@@ -155,6 +181,16 @@ def arguments_of_jacobian():
 
 KERNELS = {
     'adjoint_scan': (scan_by_planes, scan_by_matrices, arguments_of_scan),
+    'sparse_carry': (
+        entries_carry_by_planes,
+        entries_carry_by_matrices,
+        functools.partial(arguments_of_trace, 'sparse_carry'),
+    ),
+    'sparse_step': (
+        entries_step_by_planes,
+        entries_step_by_matrices,
+        functools.partial(arguments_of_trace, 'sparse_step'),
+    ),
     'trace_carry': (
         carry_by_planes,
         carry_by_matrices,

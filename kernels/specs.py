@@ -456,6 +456,8 @@ EMULATED: dict[str, Any] = {
 TIMED: dict[str, Any] = {
     'adjoint_scan': AdjointSpec(2, 50, (16, LARGE)),
     'factored_trace': FactoredSpec(2, 50, (16, LARGE)),
+    'sparse_carry': SparseSpec(2, (16, LARGE, LARGE), entries=32 * LARGE, steps=50),
+    'sparse_step': SparseSpec(2, (16, LARGE, LARGE), entries=32 * LARGE),
     'trace_carry': TraceSpec(2, (16, 256, LARGE), steps=50),
     'trace_step': TraceSpec(2, (16, 256, LARGE)),
 }

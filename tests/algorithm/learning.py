@@ -16,6 +16,8 @@ import numpy as np
 
 import braintrace_fast as btf
 from braintrace_fast import testing
+from braintrace_fast.driver import windows
+from braintrace_fast.runtime import planner
 from tests.models import MODELS, ModelCase
 from tests.oracles.recurrence import BATCH, DECAY, STEPS, step_loss
 from tests.oracles.step import state_values, states_by_kind, step_function
@@ -98,3 +100,13 @@ def check(found: Any, true: Any, rtol: float) -> None:
 
 def add_trees(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: sum(leaves), *trees)
+
+
+def cut_into(monkeypatch: Any, steps: int, block: int | None) -> None:
+    """Cut sequences into windows that go backwards, and these into blocks, whatever they take."""
+
+    def plan_windows(window: Any, inputs: Any, *_: Any) -> planner.Plan:
+        pieces = planner.split(len(jax.tree.leaves(inputs)[0]), steps)
+        return planner.Plan(pieces, 'told to', 0, backwards=True, block=block)
+
+    monkeypatch.setattr(windows, 'plan_windows', plan_windows)

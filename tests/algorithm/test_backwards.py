@@ -10,9 +10,8 @@ import pytest
 
 import braintrace_fast as btf
 from braintrace_fast import testing
-from braintrace_fast.driver import windows
 from braintrace_fast.runtime import planner
-from tests.algorithm.learning import ALGORITHMS, begin, check, learning
+from tests.algorithm.learning import ALGORITHMS, begin, check, cut_into, learning
 from tests.algorithm.test_etrace_grad import bar_counts
 from tests.algorithm.test_signals import RULES, in_windows, truth
 from tests.algorithm.test_windows import made_shapes
@@ -54,16 +53,7 @@ CUTS = {'windows': (3, None), 'blocks': (11, 3), 'windows of blocks': (6, 4)}
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Cuts sequences into windows and these into blocks, whatever they take."""
-
-    def cut(steps, block):
-        def plan_windows(window, inputs, *_):
-            pieces = planner.split(len(jax.tree.leaves(inputs)[0]), steps)
-            return planner.Plan(pieces, 'told to', 0, backwards=True, block=block)
-
-        monkeypatch.setattr(windows, 'plan_windows', plan_windows)
-
-    return cut
+    return functools.partial(cut_into, monkeypatch)
 
 
 @pytest.mark.parametrize('every', [1, 2, 4, 'blocks'])

@@ -14,6 +14,7 @@ import pytest
 import braintrace_fast as btf
 from braintrace_fast import testing
 from braintrace_fast.runtime import planner
+from tests.algorithm.learning import cut_into
 from tests.op_models import MODULES, OP_MODELS
 from tests.op_models.model import TRANSITIONS, Driven
 from tests.oracles import op_recurrence as oracle
@@ -43,10 +44,10 @@ RULES = {
     ),
     'three_factor': Rule('three_factor', {}, False),
 }
-WAYS = 'per step', 'pieces', 'fresh', 'forwards', 'backwards', 'chunks', 'vmap'
-"""Fresh ones are in one window, or in several, in either order."""
+WAYS = 'per step', 'pieces', 'fresh', 'forwards', 'backwards', 'blocks', 'chunks', 'vmap'
+"""Fresh ones are in one window, or in several, in either order, or in one by blocks."""
 CHEAP = {'forwards': 1e9, 'backwards': 0}
-QUICK = ('d_rtrl', 'per step'), ('d_rtrl', 'pieces'), ('d_rtrl', 'backwards'), ('pp_prop', 'pieces')
+QUICK = ('d_rtrl', 'per step'), ('d_rtrl', 'pieces'), ('d_rtrl', 'blocks'), ('pp_prop', 'pieces')
 """For one model of every op; D-RTRL's windows for all models, everything for one model."""
 FIRST = {module.MODELS[0].name for module in MODULES}
 QUICK_OP = 'grouped_matmul'
@@ -65,7 +66,7 @@ CASES = [
     for transition in TRANSITIONS
     for rule in RULES
     for way in WAYS
-    if (rule, way) != ('three_factor', 'chunks')  # refused
+    if (rule, way) not in (('three_factor', 'chunks'), ('pp_prop', 'blocks'))  # refused; one window
     for of in [(name, rule, way, transition)]
 ]
 
@@ -108,7 +109,7 @@ def found(learner: Any, xs: Any, rule: str, way: str) -> dict[str, Any]:
         parts = [learn(xs, rewards, trace='fresh', trace_every=EVERY)]
         assert learner.plan.backwards == (way == 'backwards' and rule != 'pp_prop')
     else:
-        parts = [learn(xs, rewards, trace='fresh' if way == 'fresh' else 'carry')]
+        parts = [learn(xs, rewards, trace='fresh' if way in ('fresh', 'blocks') else 'carry')]
     total = jax.tree.map(lambda *leaves: sum(leaves), *parts)
     return {path[-1]: value for path, value in total.items()}
 
@@ -149,6 +150,8 @@ def truth(learner: Any, xs: Any, name: str, transition: str, rule: str, way: str
 @pytest.mark.parametrize(('name', 'transition', 'rule', 'way'), CASES)
 def test_an_op_learns_as_the_rule_says(monkeypatch, name, transition, rule, way):
     monkeypatch.setattr(planner, 'CHEAP', CHEAP.get(way, planner.CHEAP))
+    if way == 'blocks':
+        cut_into(monkeypatch, STEPS, EVERY)
     learner, xs = compiled(name, transition, rule, way)
     expected = truth(learner, xs, name, transition, rule, way)
     testing.compare(found(learner, xs, rule, way), expected).check(1e-11)

@@ -279,7 +279,7 @@ def test_the_plain_formula_is_that_of_the_kernel():
     operands = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), case.operands)
     planes = [e['weight'] for e in operands[3]]
     (new, read) = plain_pass(*operands[:3], planes, operands[4])
-    wanted, wanted_read = implementation(case, 'reference')(*operands[:5], jnp.ones(()))
+    wanted, wanted_read = implementation(case, 'reference')(*operands[:5], None, jnp.ones(()), None)
     for found, e in zip(new, wanted, strict=True):
         np.testing.assert_allclose(found, e['weight'], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(read, wanted_read['weight'], rtol=1e-4, atol=1e-5)

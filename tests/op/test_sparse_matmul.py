@@ -220,12 +220,14 @@ def test_the_library_does_without_brainevent() -> None:
 @x64
 def test_a_trace_has_one_number_per_entry_example_and_state() -> None:
     model = OP_MODELS['sparse_matmul_shared']  # one weight, but a trace of every entry
-    batch, states, entries = 3, 2, 8
+    batch, entries = 3, 8
     xs = model.inputs(1, batch)
     with promoting():
         learner = btf.compile(Driven(model, 'two'), 'd_rtrl', xs[0], batch_size=batch)
-    leaves = jax.tree.leaves(learner.trace.value)
-    assert sum(leaf.nbytes for leaf in leaves) == entries * states * batch * 8
+    (slow, fast), *_ = learner.trace.value
+    assert fast['weight'].nbytes == entries * batch * 8
+    # All neurons have one time constant: a number per input and example, and one per example.
+    assert sum(a.nbytes for a in slow.values()) == (xs[0].size + batch) * 8
 
 
 GOOD = u.sparse.CSR.fromdense(jnp.asarray(MATRIX, jnp.float32))
