@@ -48,13 +48,13 @@ WAYS = 'per step', 'pieces', 'fresh', 'forwards', 'backwards', 'blocks', 'chunks
 """Fresh ones are in one window, or in several, in either order, or in one by blocks."""
 CHEAP = {'forwards': 1e9, 'backwards': 0}
 QUICK = ('d_rtrl', 'per step'), ('d_rtrl', 'pieces'), ('d_rtrl', 'blocks'), ('pp_prop', 'pieces')
-"""For one model of every op; D-RTRL's windows for all models, everything for one model."""
+"""For one model of every op; D-RTRL's carried windows for all models, everything for one model."""
 FIRST = {module.MODELS[0].name for module in MODULES}
 QUICK_OP = 'grouped_matmul'
 
 
 def marks(name: str, rule: str, way: str, transition: str) -> Any:
-    quick = (rule, way) in (QUICK if name in FIRST else QUICK[1:3]) or name == QUICK_OP
+    quick = (rule, way) in (QUICK if name in FIRST else QUICK[1:2]) or name == QUICK_OP
     return () if quick and transition == 'two' else pytest.mark.slow
 
 
@@ -215,7 +215,12 @@ IN_KERNELS = {
 
 
 @pytest.mark.parametrize(
-    ('kernel', 'name'), [(kernel, name) for kernel, names in IN_KERNELS.items() for name in names]
+    ('kernel', 'name'),
+    [
+        pytest.param(kernel, name, marks=() if name in FIRST else pytest.mark.slow)
+        for kernel, names in IN_KERNELS.items()
+        for name in names
+    ],
 )
 def test_kernels_carry_the_trace_of_an_op(kernel, name):
     with brainstate.environ.context(precision=32):

@@ -101,18 +101,24 @@ def found(learner: Any, xs: Any, batch: int | None, way: str) -> dict[str, Any]:
     return {path[-1]: value for path, value in total.items()}
 
 
+CASES = {
+    'few': (5, 3, True, 'differing'),
+    'past a block': (300, 3, True, 'differing'),
+    'no batch': (270, None, True, 'differing'),
+    'uniform': (40, 3, True, 'uniform'),
+    'many examples': (40, 17, False, 'differing'),
+    'one example': (300, 1, False, 'differing'),
+}
+QUICK = [*CASES][:4]
+
+
 @pytest.mark.parametrize('way', ['per step', 'windows'])
 @pytest.mark.parametrize(
     ('entries', 'batch', 'bias', 'neurons'),
     [
-        (5, 3, True, 'differing'),
-        (40, 17, False, 'differing'),
-        (300, 3, True, 'differing'),
-        (300, 1, False, 'differing'),
-        (270, None, True, 'differing'),
-        (40, 3, True, 'uniform'),
+        pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, case in CASES.items()
     ],
-    ids=['few', 'many examples', 'past a block', 'one example', 'no batch', 'uniform'],
 )
 def test_kernels_learn_as_plain_jax_and_back_propagation(entries, batch, bias, neurons, way):
     model = model_of(entries, bias)
