@@ -125,7 +125,7 @@ def static_bytes(op: str, page: Path = COMPILED) -> tuple[str, dict[str, int]]:
     sizes: dict[str, dict[str, int]] = {}
     for row in rows:
         operands = row['operands']
-        if row['type'] == 'float32' and operands.startswith(TWO_STATES) and '(8, 512' in operands:
+        if row['type'] == 'float32' and operands.startswith(TWO_STATES) and '(8, ' in operands:
             size = int(row['bytes moved'].replace(',', ''))
             sizes.setdefault(operands, {})[row['target']] = size
     return next(iter(sizes.items()))
@@ -195,7 +195,7 @@ def memory_goals(results: Sequence[Result]) -> str:
         budgeted = contender == 'd_rtrl 256MB'
         sides = {
             **({'within the budget': max(planned.values()) <= BUDGET} if budgeted else {}),
-            'flat': max(planned.values()) <= FLAT * planned[200],
+            'flat': all(a <= FLAT * planned[200] for t, a in planned.items() if t >= 2000),
             'arguments grow by the sequences alone': len(given) == 1,
             **({} if budgeted else {"below BPTT's": below}),
         }
