@@ -1,5 +1,6 @@
 """Examples that start anew before a step, as at the end of an episode."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from .._typing import Path
 from ..compiler import HiddenParamOpRelation
 from ..runtime.factors import Values, per_example
+from ..runtime.links import shared_axes
 
 __all__ = ['restart']
 
@@ -66,9 +68,7 @@ def restart(
 
 
 def _axes_of_examples(relation: HiddenParamOpRelation) -> float:
-    """How many axes in front an op's input and output have in common, but for the last output's."""
-    if relation.x_var is None:
-        return float('inf')
-    x, y = relation.x_var.aval.shape, relation.y_var.aval.shape[:-1]
-    differ = [place for place, (a, b) in enumerate(zip(x, y, strict=False)) if a != b]
-    return min([len(x), len(y), *differ])
+    """How many axes in front of an op's output number examples; any, if all examples share it."""
+    y = relation.y_var.aval.shape
+    own = any(group.varshape == y for group in relation.hidden_groups)
+    return shared_axes(relation.x_var.aval.shape, y[:-1]) if own and relation.x_var else math.inf

@@ -113,6 +113,7 @@ def _narrow_first(x: jax.Array, y: jax.Array, *, groups: int, **options: Any) ->
 
 
 def _outer(x: jax.Array, plane: jax.Array, *, has_bias: bool = False, **_: Any) -> Weights:
+    x = lax.expand_dims(x, range(plane.ndim - x.ndim))  # of an op that all examples share
     trace = {'weight': product(x[..., :, None], plane[..., None, :])}
     return trace | {'bias': plane} if has_bias else trace
 

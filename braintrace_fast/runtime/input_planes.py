@@ -22,7 +22,7 @@ from ..kernels.planes import Plane, if_live
 from ..op import TraceRules
 from .factors import per_example
 from .gradient import GradientSum
-from .links import Link, group_plane, x_shape
+from .links import Link, group_plane, shared_axes, x_shape
 from .op_rules import operand, plane_views
 
 __all__ = [
@@ -169,8 +169,7 @@ def live_inputs(
 def _examples(link: Link) -> tuple[int, ...]:
     """The sizes of the axes that an op's input and output have in common in front of the last."""
     x, y = _input(link).shape[:-1], group_plane(link.group).shape[:-1]
-    differ = [place for place, (a, b) in enumerate(zip(x, y, strict=False)) if a != b]
-    return x[: min([len(x), len(y), *differ])]
+    return x[: shared_axes(x, y)]
 
 
 def _input(link: Link) -> jax.ShapeDtypeStruct:

@@ -7,7 +7,7 @@ import jax
 
 from ..compiler import ETraceGraph, HiddenGroup, HiddenParamOpRelation
 
-__all__ = ['Link', 'group_plane', 'links_of', 'links_to', 'x_shape']
+__all__ = ['Link', 'group_plane', 'links_of', 'links_to', 'shared_axes', 'x_shape']
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,3 +66,16 @@ def x_shape(relation: HiddenParamOpRelation) -> jax.ShapeDtypeStruct | None:
 def group_plane(group: HiddenGroup) -> jax.ShapeDtypeStruct:
     """The shape and type of one plane of a group."""
     return jax.ShapeDtypeStruct(group.varshape, group.hidden_invars[0].aval.dtype)
+
+
+def shared_axes(x: Sequence[int], y: Sequence[int]) -> int:
+    """How many axes in front two shapes have in common: the examples of an op's input and output.
+
+    Examples
+    --------
+    >>> from braintrace_fast.runtime.links import shared_axes
+    >>> shared_axes((8, 3, 16), (8, 4, 16))
+    1
+    """
+    differ = [place for place, (a, b) in enumerate(zip(x, y, strict=False)) if a != b]
+    return min([len(x), len(y), *differ])

@@ -304,7 +304,10 @@ class MaterializedEngine:
                     total.add_product(link.op, x, w, leading_axes=1)
                     w = None
             options: Any = dict(
-                seed=self._seed(steps.elapsed, link), live=entry.live, backend=self.backend
+                seed=self._seed(steps.elapsed, link),
+                live=entry.live,
+                overwrite=overwrite,
+                backend=self.backend,
             )
             if inputs:
                 planes, read = self._past(link, inputs, old, P, u, x, nu, **options)
@@ -320,7 +323,6 @@ class MaterializedEngine:
                     plane_views(rules, nu),
                     w=w,
                     total=product,
-                    overwrite=overwrite,
                     **options,
                 )
             new.append(planes)

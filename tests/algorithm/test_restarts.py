@@ -181,6 +181,27 @@ def test_flags_per_neuron_are_refused():
         learner(jnp.asarray(XS[0, 0]), reset=jnp.zeros(N, bool))
 
 
+class Shared(Net):
+    """All examples get the same input, and the flags are as many as the neurons."""
+
+    def update(self, x):
+        y = btf.matmul(x, self.w.value)
+        self.i.value = 0.8 * self.i.value + jnp.broadcast_to(y, self.i.value.shape)
+        leaks = jnp.broadcast_to(jnp.asarray(LEAKS), self.v.value.shape)
+        self.v.value = leaks * self.v.value + jnp.tanh(self.i.value)
+        return self.v.value
+
+
+def test_flags_per_example_of_an_op_that_all_share():
+    xs, done = jnp.asarray(XS[:, 0]), jnp.asarray(RNG.random(size=(STEPS, N)) < 0.35)
+    gradients = []
+    for options in ({'trace_every': 3}, {'trace': 'fresh'}):
+        learner = btf.compile(Shared(), 'd_rtrl', xs[0], batch_size=N)
+        gradients.append(gradient(learner, xs, done, **options))
+    check(*gradients)
+    assert all(np.any(a) for a in jax.tree.leaves(gradients))
+
+
 def test_pp_prop_says_that_it_cannot():
     learner = btf.compile(Net(), 'pp_prop', jnp.asarray(XS[0]), batch_size=BATCH, decay_or_rank=0.9)
     with pytest.raises(btf.NotSupportedError, match='inside the model'):
