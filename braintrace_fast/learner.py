@@ -7,7 +7,17 @@ from typing import Any
 
 import brainstate
 
-from .algorithm import D_RTRL, EProp, ETraceVjpAlgorithm, ThreeFactor, pp_prop
+from .algorithm import (
+    D_RTRL,
+    EProp,
+    ETraceConfig,
+    ETraceVjpAlgorithm,
+    IODimVjpAlgorithm,
+    OSTLFeedforward,
+    ParamDimVjpAlgorithm,
+    ThreeFactor,
+    pp_prop,
+)
 
 __all__ = ['ETraceVmap', 'compile']
 
@@ -18,13 +28,19 @@ ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
     'esd_rtrl': pp_prop,
     'eprop': EProp,
     'e_prop': EProp,
+    'ostl_feedforward': OSTLFeedforward,
     'three_factor': ThreeFactor,
 }
+ENGINES: dict[str, type[ETraceVjpAlgorithm]] = {
+    'per_param': ParamDimVjpAlgorithm,
+    'io_factorized': IODimVjpAlgorithm,
+}
+"""By the factorisation of the trace, what learns by any configuration with it."""
 
 
 def compile(
     model: brainstate.nn.Module,
-    algorithm: str | type[ETraceVjpAlgorithm],
+    algorithm: str | ETraceConfig | type[ETraceVjpAlgorithm],
     *example_inputs: Any,
     batch_size: int | None = None,
     seed: int | None = None,
@@ -38,9 +54,10 @@ def compile(
     ----------
     model : brainstate.nn.Module
         A model whose ``update`` is one time step.
-    algorithm : str or type
-        ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``, or a class.
-        In a name only letters and digits count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
+    algorithm : str, ETraceConfig or type
+        ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``,
+        ``'ostl_feedforward'``, a configuration, or a class. In a name only letters and digits
+        count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
     *example_inputs
         Inputs of one step, or of a chunk of steps, as the learner will be called with.
     batch_size : int, optional
@@ -74,6 +91,10 @@ def compile(
     ('Wh', 'weight')
     """
     rule = _rule(algorithm)
+    if isinstance(algorithm, ETraceConfig):
+        if 'config' in options:
+            raise TypeError('Give the configuration once: as the algorithm, or as config=...')
+        options['config'] = algorithm
     if not example_inputs:
         raise ValueError('Give at least one example input: compile(model, algorithm, x, ...).')
     if verbose not in (0, 1, 2):
@@ -85,13 +106,22 @@ def compile(
     return ETraceVmap(learner) if vmap else learner
 
 
-def _rule(algorithm: str | type[ETraceVjpAlgorithm]) -> type[ETraceVjpAlgorithm]:
-    """A learning rule, from its name or itself."""
+def _rule(algorithm: str | ETraceConfig | type[ETraceVjpAlgorithm]) -> type[ETraceVjpAlgorithm]:
+    """A learning rule, from its name, its configuration or itself."""
+    if isinstance(algorithm, ETraceConfig):
+        factorization = algorithm.trace_factorization
+        if factorization not in ENGINES:
+            raise NotImplementedError(
+                f'There is no learner with trace_factorization={factorization!r} yet; choose one '
+                f'of {sorted(ENGINES)}.'
+            )
+        return ENGINES[factorization]
     if isinstance(algorithm, str):
         return _rule_named(algorithm)
     if not (isinstance(algorithm, type) and issubclass(algorithm, ETraceVjpAlgorithm)):
         raise TypeError(
-            f'The algorithm is {algorithm!r}; expected a name or a subclass of ETraceVjpAlgorithm.'
+            f'The algorithm is {algorithm!r}; expected a name, an ETraceConfig '
+            'or a subclass of ETraceVjpAlgorithm.'
         )
     return algorithm
 
@@ -169,11 +199,11 @@ class ETraceVmap(brainstate.nn.Module):
     @property
     def modulator(self) -> Any:
         """The standing modulator of the learner."""
-        return self.module.modulator  # type: ignore[attr-defined]
+        return self.module.modulator
 
     @modulator.setter
     def modulator(self, value: Any) -> None:
-        self.module.modulator = value  # type: ignore[attr-defined]
+        self.module.modulator = value
 
     def __deepcopy__(self, memo: Any = None) -> Any:
         return type(self)(copy.deepcopy(self.module, memo))  # which says why it cannot be

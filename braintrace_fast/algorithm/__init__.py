@@ -1,7 +1,9 @@
 """Learning rules: small configurations of the runtime."""
 
+from .axes import ETraceConfig
 from .base import EligibilityTrace, ETraceAlgorithm
 from .eprop import EProp
+from .ostl import OSTLFeedforward
 from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm, pp_prop
 from .sequence import SequenceDriverMixin
 from .signals import FixedRandomFeedback, KappaFilter
@@ -13,11 +15,13 @@ __all__ = [
     'EProp',
     'ES_D_RTRL',
     'ETraceAlgorithm',
+    'ETraceConfig',
     'ETraceVjpAlgorithm',
     'EligibilityTrace',
     'FixedRandomFeedback',
     'IODimVjpAlgorithm',
     'KappaFilter',
+    'OSTLFeedforward',
     'ParamDimVjpAlgorithm',
     'SequenceDriverMixin',
     'ThreeFactor',

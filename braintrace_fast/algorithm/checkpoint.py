@@ -24,6 +24,7 @@ from .._typing import PyTree
 from ..errors import CheckpointError
 from ..runtime.links import links_of
 from . import atomic_file
+from .axes import ETraceConfig
 
 __all__ = ['load', 'save']
 
@@ -79,6 +80,7 @@ def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
     if meta['format_version'] == 1 and trace in meta['states']:
         meta['states'][trace] = _by_link(meta['states'][trace], learner)
     like[trace] = _form_of_trace(learner, meta['states'].get(trace, {}))
+    meta['options'].setdefault('config', _plain(_before_configs(learner.config)))
     problems = _differences(learner, meta, like)
     if problems:
         shown = '\n'.join(f'- {problem}' for problem in problems[:20])
@@ -203,7 +205,17 @@ def _rule(learner: Any) -> dict[str, Any]:
     return {'algorithm': type(learner).__name__, 'options': plain}
 
 
+def _before_configs(config: ETraceConfig) -> ETraceConfig:
+    """What a learner of the same class and options was before it could be configured."""
+    decay = config.decay if config.is_factorized else None
+    return config.replace(
+        temporal_recursion='jacobian', recurrence_scope='diagonal', decay=decay, sparse_n=None
+    )
+
+
 def _plain(value: Any) -> str:
+    if isinstance(value, ETraceConfig):
+        return value.describe()
     if isinstance(value, type) and issubclass(value, np.generic):
         return str(np.dtype(value))
     if isinstance(value, np.dtype):
@@ -253,7 +265,8 @@ def _differences(learner: Any, meta: Mapping[str, Any], values: Mapping[str, PyT
         problems.append(f'the algorithm is {meta["algorithm"]}, here {rule["algorithm"]}')
     else:
         for key in sorted({*meta['options'], *rule['options']} - {*NO_OPTIONS}):
-            there, here = meta['options'].get(key), rule['options'].get(key)
+            # What a file lacks did not exist when it was written, and is None by default.
+            there, here = meta['options'].get(key, 'None'), rule['options'].get(key, 'None')
             if there != here:
                 problems.append(f'the option {key} is {there}, here {here}')
     stored = meta['states']

@@ -3,16 +3,14 @@
 from typing import Any
 
 import brainstate
-import jax
 
-from ..compiler import ETraceGraph
-from ..runtime.engine import Engine
-from ..runtime.factors import Factors, GroupPlanes, Signals
-from ..runtime.filtered import Filter
+from .axes import ETraceConfig
 from .presets import ParamDimVjpAlgorithm
-from .signals import RandomFeedback, check_kappa
+from .signals import check_kappa
 
 __all__ = ['EProp']
+
+SIGNALS = {'symmetric': 'symmetric', 'random': 'random_feedback'}
 
 
 class EProp(ParamDimVjpAlgorithm):
@@ -73,46 +71,19 @@ class EProp(ParamDimVjpAlgorithm):
         fast_solve: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, name, vjp_method, fast_solve, **kwargs)
-        if feedback not in ('symmetric', 'random'):
+        if feedback not in SIGNALS:
             raise ValueError(f"feedback is {feedback!r}; choose 'symmetric' or 'random'.")
-        if feedback == 'random' and random_feedback_key is None:
-            raise ValueError(
-                "feedback='random' needs random_feedback_key=..., such as "
-                'brainstate.random.split_key().'
-            )
+        kappa = check_kappa('kappa_filter_decay', kappa_filter_decay)
+        super().__init__(
+            model,
+            name,
+            vjp_method,
+            fast_solve,
+            config=ETraceConfig(
+                learning_signal=SIGNALS[feedback], trace_filter='kappa', kappa=kappa
+            ),
+            random_feedback_key=random_feedback_key,
+            **kwargs,
+        )
         self.feedback = feedback
-        self.kappa_filter_decay = check_kappa('kappa_filter_decay', kappa_filter_decay)
-        self.random_feedback_key = random_feedback_key
-        self.random_feedback: RandomFeedback | None = None
-
-    def make_engine(self, graph: ETraceGraph) -> Engine:
-        """The engine that carries the trace, and the random matrices if feedback is random."""
-        if self.feedback == 'random':
-            with jax.ensure_compile_time_eval():  # it may be made while a loop is traced
-                self.random_feedback = RandomFeedback(graph, self.random_feedback_key)
-        return super().make_engine(graph)
-
-    def factor_transform(self, graph: ETraceGraph) -> Filter | None:
-        """The filter of the trace, if there is one."""
-        kappa = self.kappa_filter_decay
-        return Filter(kappa, graph.hidden_groups) if kappa else None
-
-    def replaces_signals(self) -> bool:
-        """Whether feedback is random."""
-        return self.feedback == 'random'
-
-    def modulator_of(self, given: Any) -> jax.Array | None:
-        """With random feedback, the weight that a mask gives to the step; no user's modulator."""
-        super().modulator_of(given)
-        return None if self.random_feedback is None else self.step_weight
-
-    def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
-        """The signals of a step, projected with random feedback."""
-        if self.random_feedback is None:
-            return signals
-        return self.random_feedback(factors, signals, modulator)
-
-    def entry_signals(self, planes: GroupPlanes) -> GroupPlanes:
-        """The signals at the start of a chunk, projected with random feedback."""
-        return planes if self.random_feedback is None else self.random_feedback.project(planes)
+        self.kappa_filter_decay = kappa

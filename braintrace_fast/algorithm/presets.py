@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from ..compiler import ControlFlowPolicy, ETraceGraph
 from ..runtime.engine import Engine, FactorTransform
 from ..runtime.factorized import FactorizedEngine
+from ..runtime.filtered import Filter
 from ..runtime.materialized import MaterializedEngine
 from ..runtime.memory_budget import trace_room
+from .axes import ETraceConfig
 from .vjp import ETraceVjpAlgorithm
 
 __all__ = ['D_RTRL', 'ES_D_RTRL', 'IODimVjpAlgorithm', 'ParamDimVjpAlgorithm', 'pp_prop']
@@ -25,9 +27,9 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
 
     Parameters
     ----------
-    model, name, vjp_method, control_flow, **options
+    model, name, vjp_method, control_flow, config, random_feedback_key, **options
         As for :class:`ETraceVjpAlgorithm`.
-    fast_solve, chunked_trace : bool
+    fast_solve, chunked_trace, snap_max_jacobian_elements
         Accepted for braintrace's sake. The gradient is the same either way, and there is one way.
     trace_dtype : dtype, optional
         The type in which traces are stored; that of the states by default.
@@ -45,6 +47,8 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
     (4,)
     """
 
+    trace_factorization = 'per_param'
+
     def __init__(
         self,
         model: brainstate.nn.Module,
@@ -54,11 +58,23 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         trace_dtype: Any = None,
         chunked_trace: bool = True,
         control_flow: ControlFlowPolicy | None = None,
+        config: ETraceConfig | None = None,
+        random_feedback_key: Any = None,
+        snap_max_jacobian_elements: int = 2**24,
         *,
         stochastic_rounding: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(model, name, vjp_method, control_flow, **options)
+        super().__init__(
+            model,
+            name,
+            vjp_method,
+            control_flow,
+            config,
+            random_feedback_key,
+            snap_max_jacobian_elements,
+            **options,
+        )
         self.stochastic_rounding = stochastic_rounding
         self.fast_solve = fast_solve
         self.trace_dtype = trace_dtype
@@ -68,7 +84,8 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
     def resolved_options(self) -> dict[str, Any]:
         """How traces are stored; their type may have been given in several forms."""
         dtype = None if self.trace_dtype is None else jnp.dtype(self.trace_dtype)
-        return {'trace_dtype': dtype, 'stochastic_rounding': self.stochastic_rounding}
+        own = {'trace_dtype': dtype, 'stochastic_rounding': self.stochastic_rounding}
+        return super().resolved_options | own
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the whole trace."""
@@ -83,8 +100,9 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         )
 
     def factor_transform(self, graph: ETraceGraph) -> FactorTransform | None:
-        """What the trace is made of, if not of the model's own factors."""
-        return None
+        """What the trace is made of, if not of the graph's own factors: of those of a filter."""
+        kappa = self.config.kappa
+        return None if kappa is None else Filter(kappa, graph.hidden_groups)
 
 
 class IODimVjpAlgorithm(ETraceVjpAlgorithm):
@@ -97,11 +115,11 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
 
     Parameters
     ----------
-    model, name, vjp_method, control_flow, **options
+    model, name, vjp_method, control_flow, config, random_feedback_key, **options
         As for :class:`ETraceVjpAlgorithm`.
-    decay_or_rank : float, int, or pair of them
+    decay_or_rank : float, int, or pair of them, optional
         The decays ``a``; an integer rank ``r`` means ``a = (r - 1) / (r + 1)``. A pair gives
-        ``(a_x, a_f)``.
+        ``(a_x, a_f)``. With a ``config``, those of the latter count.
     fast_solve : bool
         As for :class:`ParamDimVjpAlgorithm`.
 
@@ -115,34 +133,51 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
     (0.9, 0.9)
     """
 
+    trace_factorization = 'io_factorized'
+
     def __init__(
         self,
         model: brainstate.nn.Module,
-        decay_or_rank: float | int | tuple[float | int, float | int],
+        decay_or_rank: float | int | tuple[float | int, float | int] | None = None,
         name: str | None = None,
         vjp_method: str = 'single-step',
         fast_solve: bool = True,
         control_flow: ControlFlowPolicy | None = None,
+        config: ETraceConfig | None = None,
+        random_feedback_key: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, name, vjp_method, control_flow, **options)
+        if config is None:
+            config = ETraceConfig('io_factorized', decay=_decays(decay_or_rank))
+        super().__init__(
+            model, name, vjp_method, control_flow, config, random_feedback_key, **options
+        )
         self.fast_solve = fast_solve
-        pair = decay_or_rank if isinstance(decay_or_rank, tuple) else (decay_or_rank,) * 2
-        if len(pair) != 2:
-            raise ValueError(
-                f'decay_or_rank is {decay_or_rank!r}; give one number, or a pair (a_x, a_f).'
-            )
-        self.decay = (_decay(pair[0]), _decay(pair[1]))
+
+    @property
+    def decay(self) -> tuple[float, float]:
+        """``(a_x, a_f)``."""
+        return self.config.decay_x, self.config.decay_f
 
     @property
     def resolved_options(self) -> dict[str, Any]:
         """The decays, which may have been given as ranks."""
-        return {'decay': self.decay}
+        return super().resolved_options | {'decay': self.decay}
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the two sides of the trace."""
         chunks = self.vjp_method == 'multi-step'
         return FactorizedEngine(graph, self.decay, chunks, self.resolved_backend)
+
+
+def _decays(given: Any) -> tuple[float, float]:
+    """The decays of both sides."""
+    if given is None:
+        raise TypeError('Give decay_or_rank=..., one number or a pair (a_x, a_f), or a config.')
+    pair = given if isinstance(given, tuple) else (given,) * 2
+    if len(pair) != 2:
+        raise ValueError(f'decay_or_rank is {given!r}; give one number, or a pair (a_x, a_f).')
+    return _decay(pair[0]), _decay(pair[1])
 
 
 def _decay(value: float | int) -> float:

@@ -3,18 +3,12 @@
 from typing import Any
 
 import brainstate
-import jax
 
 from ..compiler import ControlFlowPolicy
-from ..kernels.promotion import product
-from ..runtime.factors import Factors, Signals
+from .axes import ETraceConfig
 from .presets import ParamDimVjpAlgorithm
-from .signals import check_modulator, modulated
 
 __all__ = ['ThreeFactor']
-
-NONE = ()
-"""The value of a state without one; brainstate refuses None."""
 
 
 class ThreeFactor(ParamDimVjpAlgorithm):
@@ -67,55 +61,19 @@ class ThreeFactor(ParamDimVjpAlgorithm):
         trace_dtype: Any = None,
         chunked_trace: bool = True,
         control_flow: ControlFlowPolicy | None = None,
-        snap_max_jacobian_elements: int | None = None,
+        snap_max_jacobian_elements: int = 2**24,
         **options: Any,
     ) -> None:
         super().__init__(
-            model, name, vjp_method, fast_solve, trace_dtype, chunked_trace, control_flow, **options
+            model,
+            name,
+            vjp_method,
+            fast_solve,
+            trace_dtype,
+            chunked_trace,
+            control_flow,
+            config=ETraceConfig(learning_signal='modulatory'),
+            snap_max_jacobian_elements=snap_max_jacobian_elements,
+            **options,
         )
-        if vjp_method != 'single-step':
-            raise ValueError(
-                f"vjp_method is {vjp_method!r}; ThreeFactor needs 'single-step', because within a "
-                'chunk the loss alone would count, and not the modulator.'
-            )
-        self.snap_max_jacobian_elements = snap_max_jacobian_elements
-        self._modulator = brainstate.ShortTermState(NONE)
         self.modulator = modulator
-
-    @property
-    def modulator(self) -> Any:
-        """The standing modulator, or None. It is kept in a state, so that jit sees a new one."""
-        value = self._modulator.value
-        return None if isinstance(value, tuple) else value
-
-    @modulator.setter
-    def modulator(self, value: Any) -> None:
-        groups = self.graph.hidden_groups if self.is_compiled else ()
-        self._modulator.value = NONE if value is None else check_modulator(value, groups)
-
-    def compile_graph(self, *args: Any) -> None:
-        """Compile the model for inputs like these, and make a zero trace."""
-        super().compile_graph(*args)
-        self.modulator = self.modulator  # its shape can be checked now
-
-    @property
-    def own_states(self) -> list[brainstate.State]:
-        """The states that belong to the learner and not to the model."""
-        return [*super().own_states, self._modulator]
-
-    def modulator_of(self, given: Any) -> jax.Array | None:
-        """The modulator of a call, weighed by a mask: what was given, or else what stands."""
-        modulator = self.modulator if given is None else given
-        if modulator is None:
-            return None
-        checked = check_modulator(modulator, self.graph.hidden_groups)
-        return checked if self.step_weight is None else product(checked, self.step_weight)
-
-    def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
-        """The modulator as the signal of every state."""
-        if modulator is None:
-            raise RuntimeError(
-                'There is no modulator, which is the learning signal of ThreeFactor. Give it in '
-                'the call, learner(x, modulator=m), or set learner.modulator = m.'
-            )
-        return modulated(self.graph, factors, signals, modulator)

@@ -29,16 +29,18 @@ from ..errors import NotSupportedError
 from ..kernels.dispatch import Choice
 from ..reference_api.executor import ETraceVjpGraphExecutor
 from ..runtime.engine import Engine
-from ..runtime.factors import Entry, Factors, GroupPlanes, Signals, Values
+from ..runtime.factors import Entry, Values
 from ..runtime.input_data import chunk_length, has_multi_step_data, single_step
 from ..runtime.planner import Plan, default_budget, outlook, parse_bytes, tree_bytes
 from . import checkpoint
-from .base import EligibilityTrace, ETraceAlgorithm, host_scalar
+from .axes import ETraceConfig
+from .base import EligibilityTrace, host_scalar
+from .configured import ConfiguredAlgorithm, leak_of, scope_of
 
 __all__ = ['ETraceVjpAlgorithm']
 
 
-class ETraceVjpAlgorithm(ETraceAlgorithm):
+class ETraceVjpAlgorithm(ConfiguredAlgorithm):
     """A learning rule whose learning signal comes from reverse mode.
 
     Called with the inputs of a step, the learner runs the model, advances the trace and returns the
@@ -57,6 +59,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         :class:`MultiStepData`.
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
+    config : ETraceConfig, optional
+        What makes the learning rule; by default that which the class stands for.
+    random_feedback_key : jax.Array, optional
+        The random key of fixed matrices, if the learning signal goes through some.
+    snap_max_jacobian_elements : int
+        The most elements of a block of ``D``, for rules that have such.
     backend : {'auto', 'jax', 'pallas', 'interpret'}
         The implementation asked for.
     memory_budget : int or str, optional
@@ -76,15 +84,23 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         name: str | None = None,
         vjp_method: str = 'single-step',
         control_flow: ControlFlowPolicy | None = None,
+        config: ETraceConfig | None = None,
+        random_feedback_key: Any = None,
+        snap_max_jacobian_elements: int = 2**24,
+        *,
         backend: str = 'auto',
         memory_budget: int | str | None = None,
         couple_layers: bool = False,
         scope: Scope | None = None,
     ) -> None:
+        config = ETraceConfig() if config is None else config
+        self.check_config(config, vjp_method, random_feedback_key)
+        scope = scope_of(config) if scope is None else scope
         executor = ETraceVjpGraphExecutor(
-            model, vjp_method, control_flow, backend, couple_layers, scope
+            model, vjp_method, control_flow, backend, couple_layers, scope, leak_of(config)
         )
-        super().__init__(model, executor, name)
+        super().__init__(model, executor, name, config, random_feedback_key)
+        self.snap_max_jacobian_elements = snap_max_jacobian_elements
         self.memory_budget = None if memory_budget is None else parse_bytes(memory_budget)
         self.resolved_budget = self.memory_budget or default_budget()
         self.plan: Plan | None = None
@@ -95,28 +111,6 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine of this learning rule."""
         raise NotImplementedError('A learning rule must say which engine carries its trace.')
-
-    def learning_signals(self, factors: Factors, signals: Signals, modulator: Any) -> Signals:
-        """The signals of a step that the rule learns from; those of the loss by default.
-
-        ``modulator`` is what :meth:`modulator_of` returned. While ``etrace_grad`` runs a step with
-        a mask, ``step_weight`` is its weight there; it is in the loss's signals already.
-        """
-        return signals
-
-    def replaces_signals(self) -> bool:
-        """Whether the rule learns from other signals than those of the loss."""
-        return type(self).learning_signals is not ETraceVjpAlgorithm.learning_signals
-
-    def entry_signals(self, planes: GroupPlanes) -> GroupPlanes:
-        """The same at the start of a chunk that is differentiated in full."""
-        return planes
-
-    def modulator_of(self, given: Any) -> Any:
-        """The modulator of a call; only rules that learn from one take it."""
-        if given is not None:
-            raise TypeError(f'{type(self).__name__} takes no modulator; use ThreeFactor.')
-        return None
 
     def compile_graph(self, *args: Any) -> None:
         """Compile the model for inputs like these, and make a zero trace.
@@ -138,7 +132,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 "have to differentiate in reverse. Use 'single-step', or lax.scan or lax.fori_loop "
                 'with a fixed number of steps.'
             )
-        self.engine = self.make_engine(self.graph)
+        self._prepare()
         self.example = single_step(args)
         self._start_values = {
             path: state.value
@@ -148,7 +142,13 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.init_etrace_state(*args)
         self.choices = self._kernel_choices()
         self.is_compiled = True
+        self.modulator = self.modulator  # its shape can be checked now
         warn_of_untraced(self.graph)
+
+    def _prepare(self) -> None:
+        """Make all that depends on the graph."""
+        self.prepare_signals(self.graph)
+        self.engine = self.make_engine(self.graph)
 
     def with_backend(self, name: str, strict: bool | Collection[str] = False) -> Self:
         """Another learner of the same model, compiled for another backend.
@@ -175,7 +175,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         other = copy.copy(self)
         other.graph_executor = copy.copy(self.graph_executor)
         other.graph_executor.choose_backend(name, strict)
-        other.engine = other.make_engine(self.graph)
+        other._prepare()
         other.trace = EligibilityTrace(other.engine.fit(self.trace.value))
         other.trace_is_live = brainstate.ShortTermState(self.trace_is_live.value)
         other.running_index = brainstate.LongTermState(self.running_index.value)
@@ -226,7 +226,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     @property
     def own_states(self) -> list[brainstate.State]:
         """The states that belong to the learner and not to the model."""
-        return [self.trace, self.trace_is_live, self.running_index]
+        return [self.trace, self.trace_is_live, self.running_index, *super().own_states]
 
     @property
     def carried_states(self) -> list[brainstate.State]:
@@ -258,7 +258,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     @property
     def resolved_options(self) -> dict[str, Any]:
         """Options that a saved state depends on, besides attributes named like arguments."""
-        return {}
+        return {'config': self.config}
 
     def save(self, path: str | os.PathLike, others: Mapping[str, Any] | None = None) -> None:
         """Write the whole state of the learner and its model to a file.
@@ -434,7 +434,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """Go on with the graph for the present environment, compiled now if need be."""
         if not self.graph_executor.follow_environment():
             return
-        self.engine = self.make_engine(self.graph)
+        self._prepare()
         shapes, held = self.engine.trace_shape(), self.trace.value
         if jax.tree.map(_shape_of, shapes) != jax.tree.map(_shape_of, held):
             raise NotSupportedError(

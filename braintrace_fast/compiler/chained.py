@@ -47,6 +47,11 @@ class ChainedTransition:
         """Per new plane, whether its factors are uniform."""
         return [all(own) for own in zip(*(part.uniform for part in self.parts), strict=True)]
 
+    @property
+    def D_pattern(self) -> Sequence[Sequence[bool]]:
+        """``[s][q]`` is False where ``D[s][q]`` is zero by structure."""
+        return self.parts[0].D_pattern
+
     def jacobians(
         self, values: Mapping[Var, jax.Array], backend: Backend = PLAIN
     ) -> tuple[Planes, dict[Var, list[Plane]]]:

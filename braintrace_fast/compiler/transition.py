@@ -46,6 +46,10 @@ class Transition(Protocol):
     def uniform(self) -> list[bool]:
         """Per new plane, whether its factors are uniform, whatever the values."""
 
+    @property
+    def D_pattern(self) -> Sequence[Sequence[bool]]:
+        """``[s][q]`` is False where ``D[s][q]`` is zero by structure."""
+
     def jacobians(
         self, values: Mapping[Var, jax.Array], backend: Backend = PLAIN
     ) -> tuple[Planes, dict[Var, list[Plane]]]:
@@ -91,6 +95,11 @@ class GroupTransition:
         """The variables of the step whose values :meth:`jacobians` needs."""
         constants = (v for row in self.rows for v in row.constvars)
         return list(dict.fromkeys([*self.hidden_invars, *self.y_vars, *constants]))
+
+    @property
+    def D_pattern(self) -> Sequence[Sequence[bool]]:
+        """``[s][q]`` is False where ``D[s][q]`` is zero by structure."""
+        return [row[: len(self.pattern)] for row in self.pattern]
 
     def jacobians(
         self, values: Mapping[Var, jax.Array], backend: Backend = PLAIN

@@ -70,7 +70,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
 
     Parameters
     ----------
-    model, control_flow, backend, couple_layers, scope
+    model, control_flow, backend, couple_layers, scope, leak
         As for :class:`ETraceGraphExecutor`.
     vjp_method : {'single-step', 'multi-step'}
         Whether the learning signal reaches back one step, or through a chunk of steps.
@@ -96,8 +96,9 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         backend: str = 'auto',
         couple_layers: bool = False,
         scope: Scope | None = None,
+        leak: float | None = None,
     ) -> None:
-        super().__init__(model, control_flow, backend, couple_layers, scope)
+        super().__init__(model, control_flow, backend, couple_layers, scope, leak)
         if vjp_method not in ('single-step', 'multi-step'):
             raise ValueError(f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'.")
         self.vjp_method = vjp_method

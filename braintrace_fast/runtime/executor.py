@@ -20,6 +20,7 @@ from ..errors import NotSupportedError
 from ..kernels.dispatch import Backend
 from .factors import StepRunner, Values
 from .input_data import single_step
+from .recursion import with_leak
 
 __all__ = ['ETraceGraphExecutor']
 
@@ -42,6 +43,8 @@ class ETraceGraphExecutor:
         Whether to trace what states of modules in a list do to each other.
     scope : Scope, optional
         Which influence is traced.
+    leak : float, optional
+        What carries all traces from step to step, instead of what the states do.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ETraceGraphExecutor:
         backend: str = 'auto',
         couple_layers: bool = False,
         scope: Scope | None = None,
+        leak: float | None = None,
     ) -> None:
         if not isinstance(model, brainstate.nn.Module):
             raise TypeError(
@@ -60,6 +64,7 @@ class ETraceGraphExecutor:
         self.control_flow = control_flow
         self.couple_layers = couple_layers
         self.scope = scope
+        self.leak = leak
         self.backend = check_backend(backend)
         self.resolved_backend = Backend()
         self._graph: ETraceGraph | None = None
@@ -110,7 +115,7 @@ class ETraceGraphExecutor:
         self.choose_backend(self.backend)
 
     def _compile(self) -> ETraceGraph:
-        return compile_etrace_graph(
+        graph = compile_etrace_graph(
             self.model,
             *self._example,
             control_flow=self.control_flow,
@@ -118,6 +123,7 @@ class ETraceGraphExecutor:
             couple_layers=self.couple_layers,
             scope=self.scope,
         )
+        return graph if self.leak is None else with_leak(graph, self.leak)
 
     def follow_environment(self) -> bool:
         """Take the graph for brainstate's present environment, compiling it if there is none yet.

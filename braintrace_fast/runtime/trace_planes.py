@@ -8,6 +8,9 @@ from .links import Link
 
 __all__ = ['TracePlanes', 'direct_ops', 'trace_planes']
 
+Pattern = Sequence[Sequence[bool]]
+"""``[s][q]`` is False where ``D[s][q]`` is zero by structure."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TracePlanes:
@@ -53,13 +56,14 @@ def trace_planes(
     compresses : bool
         Whether a plane may be kept as a filtered input.
     """
-    alive = _alive(link)
-    read = [True] * len(alive) if entry_is_read else _read_again(graph, link)
+    pattern = graph.transitions[link.group.index].D_pattern
+    alive = _alive(link, pattern)
+    read = [True] * len(alive) if entry_is_read else _read_again(graph, link, pattern)
     kept = [*(a and r for a, r in zip(alive, read, strict=True)), *alive * (copies - 1)]
     rules, none = link.relation.primitive.trace_rules, (False,) * len(kept)
     if rules is None:  # it may be learned in fresh windows
         return TracePlanes(tuple(alive * copies), none, none, none)
-    uniform = tuple(_uniform(graph, link, alive) * copies)
+    uniform = tuple(_uniform(graph, link, alive, pattern) * copies)
     by_output = uniform if rules.is_outer and rules.plane_view is None else none
     by_input = uniform if rules.keeps_input and compresses else none
     return TracePlanes(tuple(alive * copies), tuple(kept), by_output, by_input)
@@ -71,15 +75,15 @@ def direct_ops(graph: ETraceGraph) -> Sequence[bool]:
     return [True] * len(graph.hidden_param_op_relations) if perturb is None else perturb.y_bypasses
 
 
-def _alive(link: Link) -> list[bool]:
+def _alive(link: Link, pattern: Pattern) -> list[bool]:
     """Which planes can be non-zero: those that an op reaches, and what these reach."""
-    alive, pattern = list(link.f_pattern), link.group.pattern
+    alive = list(link.f_pattern)
     for _ in pattern:
         alive = [a or any(map(_both, row, alive)) for a, row in zip(alive, pattern, strict=True)]
     return alive
 
 
-def _read_again(graph: ETraceGraph, link: Link) -> list[bool]:
+def _read_again(graph: ETraceGraph, link: Link, pattern: Pattern) -> list[bool]:
     """Which planes the next step reads, by its states or past them."""
     group = link.group
     bypassed = set() if graph.exit_perturb is None else set(graph.exit_perturb.bypass_invars)
@@ -88,12 +92,10 @@ def _read_again(graph: ETraceGraph, link: Link) -> list[bool]:
         for old, width in zip(group.hidden_invars, group.widths, strict=True)
         for _ in range(width or 1)
     ]
-    return [
-        any(column) or p for column, p in zip(zip(*group.pattern, strict=True), past, strict=True)
-    ]
+    return [any(column) or p for column, p in zip(zip(*pattern, strict=True), past, strict=True)]
 
 
-def _uniform(graph: ETraceGraph, link: Link, alive: Sequence[bool]) -> list[bool]:
+def _uniform(graph: ETraceGraph, link: Link, alive: Sequence[bool], pattern: Pattern) -> list[bool]:
     """Which planes are made of uniform factors, and of no plane that is not uniform."""
     relation, shape = link.relation, link.group.varshape
     applies = relation.is_static and relation.y_var.aval.shape == shape
@@ -104,7 +106,7 @@ def _uniform(graph: ETraceGraph, link: Link, alive: Sequence[bool]) -> list[bool
         others = [a and not e for a, e in zip(alive, uniform, strict=True)]
         uniform = [
             own and not any(map(_both, row, others))
-            for own, row in zip(uniform, link.group.pattern, strict=True)
+            for own, row in zip(uniform, pattern, strict=True)
         ]
     return uniform
 
