@@ -37,9 +37,11 @@ NAMES = [
     'MultiStepData',
     'NotSupportedError',
     'ParamDimVjpAlgorithm',
+    'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
     'SingleStepData',
     'ThreeFactor',
+    'UORO',
     'add_hidden_perturbation_from_minfo',
     'add_hidden_perturbation_in_module',
     'compile',
@@ -72,7 +74,12 @@ LATER = {
     'fixpoint_iteration_limit',
 }
 """Arguments of learning rules and of control flow that are not there yet."""
-THERE = {'EProp': {'random_feedback_key'}, 'ThreeFactor': {'snap_max_jacobian_elements'}}
+THERE = {
+    'EProp': {'random_feedback_key'},
+    'RandomProjectionVjpAlgorithm': {'config', 'random_feedback_key', 'snap_max_jacobian_elements'},
+    'ThreeFactor': {'snap_max_jacobian_elements'},
+    'UORO': {'random_feedback_key', 'snap_max_jacobian_elements'},
+}
 """Those of them that some names have."""
 OWN_SHAPE = {'ETraceVmap', 'HiddenGroup', 'HiddenParamOpRelation'}
 """Made by the library alone: what they hold besides the documented fields is their own."""
@@ -102,7 +109,11 @@ def test_a_name_is_there_with_the_arguments_of_the_reference(name):
 
 
 @pytest.mark.parametrize(
-    'name', ['D_RTRL', 'pp_prop', 'EProp', 'ThreeFactor', 'compile', 'etrace_grad']
+    'name',
+    [
+        *('D_RTRL', 'pp_prop', 'EProp', 'ThreeFactor', 'UORO', 'RandomProjectionVjpAlgorithm'),
+        *('compile', 'etrace_grad'),
+    ],
 )
 def test_arguments_of_learners_are_in_the_order_of_the_reference(name):
     with warnings.catch_warnings():

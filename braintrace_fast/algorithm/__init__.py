@@ -6,10 +6,12 @@ from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm,
 from .sequence import SequenceDriverMixin
 from .signals import FixedRandomFeedback, KappaFilter
 from .three_factor import ThreeFactor
+from .uoro import UORO, RandomProjectionVjpAlgorithm
 from .vjp import ETraceVjpAlgorithm
 
 __all__ = [
     'D_RTRL',
+    'UORO',
     'EProp',
     'ES_D_RTRL',
     'ETraceAlgorithm',
@@ -19,6 +21,7 @@ __all__ = [
     'IODimVjpAlgorithm',
     'KappaFilter',
     'ParamDimVjpAlgorithm',
+    'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
     'ThreeFactor',
     'pp_prop',
