@@ -9,12 +9,14 @@ import brainstate
 
 from .algorithm import (
     D_RTRL,
+    UORO,
     EProp,
     ETraceConfig,
     ETraceVjpAlgorithm,
     IODimVjpAlgorithm,
     OSTLFeedforward,
     ParamDimVjpAlgorithm,
+    RandomProjectionVjpAlgorithm,
     ThreeFactor,
     pp_prop,
 )
@@ -30,10 +32,12 @@ ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
     'e_prop': EProp,
     'ostl_feedforward': OSTLFeedforward,
     'three_factor': ThreeFactor,
+    'uoro': UORO,
 }
 ENGINES: dict[str, type[ETraceVjpAlgorithm]] = {
     'per_param': ParamDimVjpAlgorithm,
     'io_factorized': IODimVjpAlgorithm,
+    'random_projection': RandomProjectionVjpAlgorithm,
 }
 """By the factorisation of the trace, what learns by any configuration with it."""
 
@@ -56,8 +60,8 @@ def compile(
         A model whose ``update`` is one time step.
     algorithm : str, ETraceConfig or type
         ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``,
-        ``'ostl_feedforward'``, a configuration, or a class. In a name only letters and digits
-        count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
+        ``'ostl_feedforward'``, ``'uoro'``, a configuration, or a class. In a name only letters and
+        digits count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
     *example_inputs
         Inputs of one step, or of a chunk of steps, as the learner will be called with.
     batch_size : int, optional
@@ -109,13 +113,7 @@ def compile(
 def _rule(algorithm: str | ETraceConfig | type[ETraceVjpAlgorithm]) -> type[ETraceVjpAlgorithm]:
     """A learning rule, from its name, its configuration or itself."""
     if isinstance(algorithm, ETraceConfig):
-        factorization = algorithm.trace_factorization
-        if factorization not in ENGINES:
-            raise NotImplementedError(
-                f'There is no learner with trace_factorization={factorization!r} yet; choose one '
-                f'of {sorted(ENGINES)}.'
-            )
-        return ENGINES[factorization]
+        return ENGINES[algorithm.trace_factorization]
     if isinstance(algorithm, str):
         return _rule_named(algorithm)
     if not (isinstance(algorithm, type) and issubclass(algorithm, ETraceVjpAlgorithm)):

@@ -39,9 +39,11 @@ NAMES = [
     'NotSupportedError',
     'OSTLFeedforward',
     'ParamDimVjpAlgorithm',
+    'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
     'SingleStepData',
     'ThreeFactor',
+    'UORO',
     'add_hidden_perturbation_from_minfo',
     'add_hidden_perturbation_in_module',
     'compile',
@@ -103,6 +105,7 @@ def test_a_name_is_there_with_the_arguments_of_the_reference(name):
     [
         *('ETraceConfig', 'ETraceVjpAlgorithm', 'ParamDimVjpAlgorithm', 'IODimVjpAlgorithm'),
         *('D_RTRL', 'pp_prop', 'EProp', 'ThreeFactor', 'OSTLFeedforward'),
+        *('UORO', 'RandomProjectionVjpAlgorithm'),
         *('compile', 'etrace_grad'),
     ],
 )

@@ -8,10 +8,12 @@ from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm,
 from .sequence import SequenceDriverMixin
 from .signals import FixedRandomFeedback, KappaFilter
 from .three_factor import ThreeFactor
+from .uoro import UORO, RandomProjectionVjpAlgorithm
 from .vjp import ETraceVjpAlgorithm
 
 __all__ = [
     'D_RTRL',
+    'UORO',
     'EProp',
     'ES_D_RTRL',
     'ETraceAlgorithm',
@@ -23,6 +25,7 @@ __all__ = [
     'KappaFilter',
     'OSTLFeedforward',
     'ParamDimVjpAlgorithm',
+    'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
     'ThreeFactor',
     'pp_prop',

@@ -80,7 +80,8 @@ def load(learner: Any, path: str | os.PathLike, others: Mapping[str, Any]) -> No
     if meta['format_version'] == 1 and trace in meta['states']:
         meta['states'][trace] = _by_link(meta['states'][trace], learner)
     like[trace] = _form_of_trace(learner, meta['states'].get(trace, {}))
-    meta['options'].setdefault('config', _plain(_before_configs(learner.config)))
+    if 'config' not in meta['options']:
+        meta['options']['config'] = _plain(_before_configs(learner.config))
     problems = _differences(learner, meta, like)
     if problems:
         shown = '\n'.join(f'- {problem}' for problem in problems[:20])

@@ -21,6 +21,8 @@ NONE = ()
 
 def scope_of(config: ETraceConfig) -> Scope | None:
     """The scope of a configuration; None if it is the usual one."""
+    if config.trace_factorization == 'random_projection':
+        return None  # whose engine takes the whole Jacobian, whatever the scope
     if config.include_recurrent_mixing:
         raise NotImplementedError(
             f'There is no learner with recurrence_scope={config.recurrence_scope!r} yet. Use '

@@ -108,6 +108,11 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         self.vjp_method = vjp_method
         self.step_call: StepCall | None = None
 
+    @property
+    def differentiates_calls(self) -> bool:
+        """Whether every call is differentiated in full, and the trace read at its start."""
+        return self.vjp_method == 'multi-step'
+
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine of this learning rule."""
         raise NotImplementedError('A learning rule must say which engine carries its trace.')
@@ -126,13 +131,13 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
             If weights are left out or counted only in part where the model could be changed.
         """
         self.graph_executor.compile_graph(*args)
+        self._prepare()
         if self.vjp_method == 'multi-step' and any(t.forward_only for t in self.graph.transitions):
             raise NotSupportedError(
                 "A hidden state passes through a while loop, which vjp_method='multi-step' would "
                 "have to differentiate in reverse. Use 'single-step', or lax.scan or lax.fori_loop "
                 'with a fixed number of steps.'
             )
-        self._prepare()
         self.example = single_step(args)
         self._start_values = {
             path: state.value
@@ -396,7 +401,7 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
             args = single_step(args)
         values = self.graph_executor.values()
         inputs = StepInputs(args, *values, *self.carried, keep, modulator)
-        if is_chunk or self.vjp_method == 'multi-step':
+        if is_chunk or self.differentiates_calls:
             inputs = inputs._replace(modulator=None)
             (out, hidden, others), trace = run_chunk(self.driver, inputs, self.vjp_method)
         else:

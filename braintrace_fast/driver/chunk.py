@@ -14,7 +14,7 @@ from ..compiler.control_flow import has_while
 from ..errors import NotSupportedError
 from ..runtime.asked import Cut, define_vjp
 from ..runtime.engine import Steps, Trace
-from ..runtime.factors import Entry, Factors, Values, kept
+from ..runtime.factors import Entry, Values, kept
 from ..runtime.gradient import GradientSum
 from ..runtime.input_data import chunk_length, has_multi_step_data, split_chunk
 from .driver import NO_COTANGENTS, Driver, Results, StepInputs
@@ -25,17 +25,18 @@ __all__ = ['needs_multi_step', 'run_chunk']
 def run_chunk(driver: Driver, inputs: StepInputs, vjp_method: str) -> tuple[Results, Trace]:
     """Run a chunk of steps, given as :class:`MultiStepData`, or one step as a chunk of its own.
 
-    Its backward pass differentiates the steps in full, with ``vjp_method='multi-step'``; what came
-    before counts by the trace.
+    Its backward pass differentiates the steps in full, of which ``vjp_method='single-step'`` allows
+    one; what came before counts by the trace.
     """
 
     def run(inputs: StepInputs) -> tuple[Results, Trace]:
-        if has_multi_step_data(inputs.args):
-            return _run_steps(driver, inputs)
-        return driver.advance(inputs)
+        if not has_multi_step_data(inputs.args):
+            return driver.advance(inputs)
+        in_windows = driver.engine.refuses_windows() is None
+        return (_run_window if in_windows else _run_steps)(driver, inputs)
 
     def forward(cut: Cut, inputs: StepInputs) -> Any:
-        if vjp_method != 'multi-step':
+        if vjp_method != 'multi-step' and has_multi_step_data(inputs.args):
             raise NotImplementedError(needs_multi_step(vjp_method))
 
         def main(args: Any, params: Values, hidden: Values) -> Any:
@@ -61,7 +62,8 @@ def run_chunk(driver: Driver, inputs: StepInputs, vjp_method: str) -> tuple[Resu
     return chunk(inputs)
 
 
-def _run_steps(driver: Driver, inputs: StepInputs) -> tuple[Results, Trace]:
+def _run_window(driver: Driver, inputs: StepInputs) -> tuple[Results, Trace]:
+    """Run the steps of a chunk, then advance the trace past all of them at once."""
     sequences, at_step = split_chunk(inputs.args)
     runner, params = driver.executor.runner, inputs.params
 
@@ -72,26 +74,37 @@ def _run_steps(driver: Driver, inputs: StepInputs) -> tuple[Results, Trace]:
 
     carry = inputs.hidden, inputs.others
     (hidden, others), (out, factors) = lax.scan(body, carry, sequences)
-    if inputs.keep is not None:
-        later = jnp.ones((chunk_length(inputs.args) - 1, *inputs.keep.shape), bool)
-        factors = factors.after_restart(jnp.concatenate([inputs.keep[None], later]))
-    return (out, hidden, others), _carried(driver, inputs, factors)
-
-
-def _carried(driver: Driver, inputs: StepInputs, factors: Factors) -> Trace:
-    """The trace after a chunk: at once, or step by step if the engine knows no windows."""
+    factors = factors.after_restart(_keep_of_steps(inputs))
     params = lax.stop_gradient(inputs.params)
     steps = Steps(inputs.entry, factors, inputs.elapsed, None, params)
-    if driver.engine.refuses_windows() is None:
-        return driver.engine.window(None, steps)
+    return (out, hidden, others), driver.engine.window(None, steps)
 
-    def advance(carry: Any, factors: Any) -> Any:
-        entry, elapsed = carry
-        trace = driver.engine.advance(Steps(entry, factors, elapsed, None, params))
-        return (Entry(trace, jnp.ones_like(entry.live)), elapsed + 1), None
 
-    (entry, _), _ = lax.scan(advance, (inputs.entry, inputs.elapsed), factors)
-    return entry.trace
+def _run_steps(driver: Driver, inputs: StepInputs) -> tuple[Results, Trace]:
+    """Run a chunk with the trace advanced in every step, for engines that know no windows."""
+    sequences, at_step = split_chunk(inputs.args)
+
+    def body(before: StepInputs, at: Any) -> Any:
+        slices, keep = at
+        step = before._replace(args=at_step(slices), params=inputs.params, keep=keep)
+        (out, hidden, others), trace = driver.advance(step)
+        entry = Entry(trace, jnp.ones_like(before.entry.live))
+        after = before._replace(
+            hidden=hidden, others=others, entry=entry, elapsed=before.elapsed + 1
+        )
+        return after, out
+
+    carried = inputs._replace(args=None, params={}, keep=None)
+    last, out = lax.scan(body, carried, (sequences, _keep_of_steps(inputs)))
+    return (out, last.hidden, last.others), last.entry.trace
+
+
+def _keep_of_steps(inputs: StepInputs) -> jax.Array | None:
+    """What each step of a chunk keeps of the past: states can start anew before the first."""
+    if inputs.keep is None:
+        return None
+    later = jnp.ones((chunk_length(inputs.args) - 1, *inputs.keep.shape), bool)
+    return jnp.concatenate([inputs.keep[None], later])
 
 
 def needs_multi_step(vjp_method: str) -> str:

@@ -186,7 +186,9 @@ class Driver:
 
     def _next_trace(self, inputs: StepInputs, factors: Factors) -> Trace:
         params = lax.stop_gradient(inputs.params)
-        return self.engine.advance(Steps(inputs.entry, factors, inputs.elapsed, None, params))
+        point = inputs.args, inputs.hidden, inputs.others
+        steps = Steps(inputs.entry, factors, inputs.elapsed, None, params, point)
+        return self.engine.advance(steps)
 
     def _forward(self, cut: Cut, inputs: StepInputs) -> tuple[tuple[Results, Trace], Residuals]:
         values = inputs.params, inputs.hidden, inputs.others

@@ -52,7 +52,9 @@ def kernel_choices(
         exact = runner.as_signals(runner.zeros())
         signals = driver.rule.learning_signals(factors, exact, modulator=jnp.zeros(()))
         if before is not None:
-            engine.advance(Steps(before, factors, elapsed, None, values[0]))
+            params, hidden, others = values
+            point = example, hidden, others
+            engine.advance(Steps(before, factors, elapsed, None, params, point))
         return factors, signals
 
     def window(factors: Factors, signals: Signals) -> Any:

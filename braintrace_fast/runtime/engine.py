@@ -1,7 +1,7 @@
 """What the driver asks of an engine: how a trace advances, and what gradient is read off it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -32,6 +32,8 @@ class Steps(NamedTuple):
         What the losses say of the states; None if no gradient is wanted.
     params : dict
         The values of the parameters, by path.
+    inputs : tuple, optional
+        Of one step: its arguments, and the values of hidden and other states before it, by path.
     """
 
     entry: Entry | None
@@ -39,6 +41,7 @@ class Steps(NamedTuple):
     elapsed: jax.Array
     signals: Signals | None
     params: Values
+    inputs: tuple[Any, Values, Values] | None = None
 
 
 class Engine(Protocol):

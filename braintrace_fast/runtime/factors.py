@@ -184,6 +184,12 @@ class StepRunner:
         values = {**params, **hidden, **others}
         return [values[info.state_id_to_path[id(s)]] for s in info.compiled_model_states]
 
+    def flat_inputs(
+        self, args: Sequence[Any], params: Values, hidden: Values, others: Values
+    ) -> list[jax.Array]:
+        """The values of the inputs of the step's jaxpr, without units."""
+        return self.graph.module_info.flat_inputs(args, self.flat_states(params, hidden, others))
+
     def factors(self, temps: Mapping[Var, jax.Array]) -> Factors:
         """The factors, from the values of a step's output variables; they carry no gradient."""
         temps = {v: lax.stop_gradient(value) for v, value in temps.items()}

@@ -66,7 +66,7 @@ class GradientSum:
                 continue
             pulled = way.pull_back(leaves_of(self._params, way), grads[key], varying.get(key, ()))
             for place in way.traced:
-                self._add_leaf(way.paths[place], way.leaf_indices[place], pulled[place])
+                self.add_leaf(way.paths[place], way.leaf_indices[place], pulled[place])
 
     def product(
         self,
@@ -108,7 +108,7 @@ class GradientSum:
             else:
                 pulled = tuple(grads[key] for _ in way.traced)
             for place, gradient in zip(way.traced, pulled, strict=True):
-                self._add_leaf(way.paths[place], way.leaf_indices[place], gradient)
+                self.add_leaf(way.paths[place], way.leaf_indices[place], gradient)
 
     def _from_view(
         self, relation: HiddenParamOpRelation, grads: Mapping[str, jax.Array]
@@ -131,7 +131,8 @@ class GradientSum:
             for path, leaves in self._leaves.items()
         }
 
-    def _add_leaf(self, path: Any, index: int, gradient: jax.Array) -> None:
+    def add_leaf(self, path: Any, index: int, gradient: jax.Array) -> None:
+        """Add to the gradient of one leaf of a parameter."""
         leaf = self._leaves[path][index]
         self._leaves[path][index] = leaf + gradient.astype(leaf.dtype)
 
