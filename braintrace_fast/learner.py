@@ -7,7 +7,7 @@ from typing import Any
 
 import brainstate
 
-from .algorithm import D_RTRL, EProp, ETraceVjpAlgorithm, ThreeFactor, pp_prop
+from .algorithm import D_RTRL, EProp, ETraceVjpAlgorithm, OSTLRecurrent, ThreeFactor, pp_prop
 
 __all__ = ['ETraceVmap', 'compile']
 
@@ -18,6 +18,7 @@ ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
     'esd_rtrl': pp_prop,
     'eprop': EProp,
     'e_prop': EProp,
+    'ostl_recurrent': OSTLRecurrent,
     'three_factor': ThreeFactor,
 }
 
@@ -39,8 +40,9 @@ def compile(
     model : brainstate.nn.Module
         A model whose ``update`` is one time step.
     algorithm : str or type
-        ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``, or a class.
-        In a name only letters and digits count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
+        ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'ostl_recurrent'``,
+        ``'three_factor'``, or a class. In a name only letters and digits count, of either case:
+        ``'D-RTRL'`` is ``'d_rtrl'``.
     *example_inputs
         Inputs of one step, or of a chunk of steps, as the learner will be called with.
     batch_size : int, optional

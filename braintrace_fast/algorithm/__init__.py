@@ -2,6 +2,7 @@
 
 from .base import EligibilityTrace, ETraceAlgorithm
 from .eprop import EProp
+from .ostl import OSTLRecurrent
 from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm, pp_prop
 from .sequence import SequenceDriverMixin
 from .signals import FixedRandomFeedback, KappaFilter
@@ -18,6 +19,7 @@ __all__ = [
     'FixedRandomFeedback',
     'IODimVjpAlgorithm',
     'KappaFilter',
+    'OSTLRecurrent',
     'ParamDimVjpAlgorithm',
     'SequenceDriverMixin',
     'ThreeFactor',
