@@ -17,6 +17,7 @@ from .algorithm import (
     OSTLRecurrent,
     ParamDimVjpAlgorithm,
     SequenceDriverMixin,
+    SnAp,
     ThreeFactor,
     pp_prop,
 )
@@ -119,6 +120,7 @@ __all__ = [
     'Scope',
     'SequenceDriverMixin',
     'SingleStepData',
+    'SnAp',
     'ThreeFactor',
     'TraceRules',
     'UntracedWarning',

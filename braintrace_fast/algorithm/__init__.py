@@ -6,6 +6,7 @@ from .ostl import OSTLRecurrent
 from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm, pp_prop
 from .sequence import SequenceDriverMixin
 from .signals import FixedRandomFeedback, KappaFilter
+from .snap import SnAp
 from .three_factor import ThreeFactor
 from .vjp import ETraceVjpAlgorithm
 
@@ -22,6 +23,7 @@ __all__ = [
     'OSTLRecurrent',
     'ParamDimVjpAlgorithm',
     'SequenceDriverMixin',
+    'SnAp',
     'ThreeFactor',
     'pp_prop',
 ]
