@@ -15,6 +15,7 @@ from .algorithm import (
     ETraceVjpAlgorithm,
     IODimVjpAlgorithm,
     OSTLFeedforward,
+    OSTLRecurrent,
     ParamDimVjpAlgorithm,
     RandomProjectionVjpAlgorithm,
     ThreeFactor,
@@ -31,6 +32,7 @@ ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
     'eprop': EProp,
     'e_prop': EProp,
     'ostl_feedforward': OSTLFeedforward,
+    'ostl_recurrent': OSTLRecurrent,
     'three_factor': ThreeFactor,
     'uoro': UORO,
 }
@@ -60,8 +62,8 @@ def compile(
         A model whose ``update`` is one time step.
     algorithm : str, ETraceConfig or type
         ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``,
-        ``'ostl_feedforward'``, ``'uoro'``, a configuration, or a class. In a name only letters and
-        digits count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
+        ``'ostl_recurrent'``, ``'ostl_feedforward'``, ``'uoro'``, a configuration, or a class. In a
+        name only letters and digits count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
     *example_inputs
         Inputs of one step, or of a chunk of steps, as the learner will be called with.
     batch_size : int, optional

@@ -3,10 +3,11 @@
 from .axes import ETraceConfig
 from .base import EligibilityTrace, ETraceAlgorithm
 from .eprop import EProp
-from .ostl import OSTLFeedforward
+from .ostl import OSTLFeedforward, OSTLRecurrent
 from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm, pp_prop
 from .sequence import SequenceDriverMixin
 from .signals import FixedRandomFeedback, KappaFilter
+from .snap import SnAp
 from .three_factor import ThreeFactor
 from .uoro import UORO, RandomProjectionVjpAlgorithm
 from .vjp import ETraceVjpAlgorithm
@@ -24,9 +25,11 @@ __all__ = [
     'IODimVjpAlgorithm',
     'KappaFilter',
     'OSTLFeedforward',
+    'OSTLRecurrent',
     'ParamDimVjpAlgorithm',
     'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
+    'SnAp',
     'ThreeFactor',
     'pp_prop',
 ]

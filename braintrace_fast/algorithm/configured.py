@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import brainstate
 import jax
 
-from ..compiler import ETraceGraph, Scope
+from ..compiler import Coupled, ETraceGraph, Neighbourhood, Scope
 from ..kernels.promotion import product
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Factors, GroupPlanes, Signals
@@ -19,16 +19,13 @@ NONE = ()
 """The value of a state without one; brainstate refuses None."""
 
 
-def scope_of(config: ETraceConfig) -> Scope | None:
+def scope_of(config: ETraceConfig, couple_layers: bool) -> Scope | None:
     """The scope of a configuration; None if it is the usual one."""
     if config.trace_factorization == 'random_projection':
         return None  # whose engine takes the whole Jacobian, whatever the scope
-    if config.include_recurrent_mixing:
-        raise NotImplementedError(
-            f'There is no learner with recurrence_scope={config.recurrence_scope!r} yet. Use '
-            "'diagonal', or a scope of your own: compile(..., scope=...)."
-        )
-    return None
+    if config.sparse_n is not None:
+        return Neighbourhood(couple_layers, config.sparse_n)
+    return Coupled(couple_layers) if config.include_recurrent_mixing else None
 
 
 def leak_of(config: ETraceConfig) -> float | None:
@@ -55,6 +52,8 @@ class ConfiguredAlgorithm(ETraceAlgorithm):
         The random key of the matrices of random feedback.
     """
 
+    default_config: ClassVar[ETraceConfig] = ETraceConfig()
+    """That of a learner which is given none."""
     trace_factorization: ClassVar[str | None] = None
     """That of all configurations of the class; None if any will do."""
 

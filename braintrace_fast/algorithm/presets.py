@@ -11,6 +11,7 @@ from ..runtime.factorized import FactorizedEngine
 from ..runtime.filtered import Filter
 from ..runtime.materialized import MaterializedEngine
 from ..runtime.memory_budget import trace_room
+from ..runtime.neighbourhoods import NeighbourhoodEngine
 from .axes import ETraceConfig
 from .vjp import ETraceVjpAlgorithm
 
@@ -29,8 +30,10 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
     ----------
     model, name, vjp_method, control_flow, config, random_feedback_key, **options
         As for :class:`ETraceVjpAlgorithm`.
-    fast_solve, chunked_trace, snap_max_jacobian_elements
+    fast_solve, chunked_trace
         Accepted for braintrace's sake. The gradient is the same either way, and there is one way.
+    snap_max_jacobian_elements : int
+        As for :class:`SnAp`, for configurations with ``recurrence_scope='sparse_n'``.
     trace_dtype : dtype, optional
         The type in which traces are stored; that of the states by default.
     stochastic_rounding : bool
@@ -89,15 +92,18 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the whole trace."""
-        return MaterializedEngine(
-            graph,
-            self.trace_dtype,
-            self.vjp_method == 'multi-step',
-            self.factor_transform(graph),
-            self.stochastic_rounding,
-            self.resolved_backend,
-            trace_room(self.memory_budget),
+        options: Any = dict(
+            trace_dtype=self.trace_dtype,
+            chunks=self.vjp_method == 'multi-step',
+            transform=self.factor_transform(graph),
+            stochastic=self.stochastic_rounding,
+            backend=self.resolved_backend,
+            room=trace_room(self.memory_budget),
         )
+        if self.config.sparse_n is None:
+            return MaterializedEngine(graph, **options)
+        most = self.snap_max_jacobian_elements
+        return NeighbourhoodEngine(graph, self.config.sparse_n, most, **options)
 
     def factor_transform(self, graph: ETraceGraph) -> FactorTransform | None:
         """What the trace is made of, if not of the graph's own factors: of those of a filter."""

@@ -18,11 +18,6 @@ from .vjp import ETraceVjpAlgorithm
 __all__ = ['UORO', 'RandomProjectionVjpAlgorithm']
 
 
-RANDOM_PROJECTION = ETraceConfig(
-    trace_factorization='random_projection', recurrence_scope='coupled'
-)
-
-
 class RandomProjectionVjpAlgorithm(ETraceVjpAlgorithm):
     r"""Learning from a trace that is a random product of two vectors, right in the mean.
 
@@ -77,6 +72,9 @@ class RandomProjectionVjpAlgorithm(ETraceVjpAlgorithm):
     """
 
     trace_factorization = 'random_projection'
+    default_config = ETraceConfig(
+        trace_factorization='random_projection', recurrence_scope='coupled'
+    )
 
     def __init__(
         self,
@@ -92,7 +90,6 @@ class RandomProjectionVjpAlgorithm(ETraceVjpAlgorithm):
         snap_max_jacobian_elements: int = 2**24,
         **options: Any,
     ) -> None:
-        config = RANDOM_PROJECTION if config is None else config
         super().__init__(
             model,
             name,

@@ -93,9 +93,9 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         couple_layers: bool = False,
         scope: Scope | None = None,
     ) -> None:
-        config = ETraceConfig() if config is None else config
+        config = self.default_config if config is None else config
         self.check_config(config, vjp_method, random_feedback_key)
-        scope = scope_of(config) if scope is None else scope
+        scope = scope_of(config, couple_layers) if scope is None else scope
         executor = ETraceVjpGraphExecutor(
             model, vjp_method, control_flow, backend, couple_layers, scope, leak_of(config)
         )

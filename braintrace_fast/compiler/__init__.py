@@ -16,7 +16,7 @@ from .hidden_group import HiddenGroup
 from .module_info import ModuleInfo, extract_module_info
 from .relation import HiddenParamOpRelation
 from .report import CompilationReport
-from .scope import Scope
+from .scope import Coupled, Neighbourhood, Scope
 from .transition import GroupTransition
 from .untraced import untraced_message, warn_of_untraced
 from .weight_way import WeightWay
@@ -25,6 +25,7 @@ __all__ = [
     'CompilationRecord',
     'CompilationReport',
     'ControlFlowPolicy',
+    'Coupled',
     'DiagnosticKind',
     'DiagnosticLevel',
     'ETraceGraph',
@@ -33,6 +34,7 @@ __all__ = [
     'HiddenGroup',
     'HiddenParamOpRelation',
     'ModuleInfo',
+    'Neighbourhood',
     'Scope',
     'WeightWay',
     'compile_etrace_graph',

@@ -12,6 +12,7 @@ from .._compat import Var
 from ..errors import CompilationError
 from .chained import transition_of
 from .control_flow import ControlFlowPolicy
+from .coupled import coupled_transition
 from .diagnostics import CompilationRecord, diagnostic_context
 from .environment import CHANGING
 from .exit_perturbation import add_exit_perturbation
@@ -120,7 +121,8 @@ def _graph_of(
     relations = find_hidden_param_op_relations_from_minfo(minfo, by_path, flow)
     if not relations:
         raise CompilationError(_no_relations(records))
-    transitions = tuple(transition_of(flow, group, relations) for group in groups)
+    make = coupled_transition if flow.scope.mixes else transition_of
+    transitions = tuple(make(flow, group, relations) for group in groups)
     return ETraceGraph(
         module_info=minfo.add_jaxpr_outs(_hoisted(minfo, groups, relations, transitions)),
         hidden_groups=groups,

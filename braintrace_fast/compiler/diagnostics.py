@@ -53,6 +53,8 @@ class DiagnosticKind(StrEnum):
     HIDDEN_GROUP_MERGED = 'hidden_group_merged'
     HIDDEN_COUPLING_NOT_TRACED = 'hidden_coupling_not_traced'
     HIDDEN_STATE_READ_ONLY = 'hidden_state_read_only'
+    TRANSITION_PROBED = 'transition_probed'
+    SNAP_PATTERN_CONSERVATIVE = 'snap_pattern_conservative'
     CARRIED_STATE_NOT_TRACED = 'carried_state_not_traced'
     STATE_MISMATCH = 'state_mismatch'
 

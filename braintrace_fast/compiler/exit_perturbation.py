@@ -230,12 +230,15 @@ class _Rewriter:
 
     def cuts_old_state(self, v: Var) -> bool:
         """Whether the equation of a variable cuts the path of an old state."""
+        if self.flow.scope.mixes:
+            return False
         index, dependences = self.flow.producer[v], self.flow.of(v).items()
         return any(index in d.cut_by and s in self.bypasses for s, d in dependences)
 
     def reached_groups(self, v: Var) -> World:
-        """The groups whose new states reach a variable position by position, as bits."""
-        groups = (self.group_of.get(s, OUTSIDE) for s in self.flow.aligned(v) if s is not v)
+        """The groups whose new states reach a variable as in ``D``, as bits."""
+        sources = self.flow.of(v) if self.flow.scope.mixes else self.flow.aligned(v)
+        groups = (self.group_of.get(s, OUTSIDE) for s in sources if s is not v)
         return functools.reduce(operator.or_, groups, OUTSIDE)
 
     def same(self, v: Var, world: World) -> World:
@@ -278,7 +281,7 @@ class _Rewriter:
             if not any(self.flow.passes[index]):
                 anywhere.update(v for _, v in operands)
                 continue
-            detached = self.flow.detached.get(index, ())
+            detached = self.detached(index)
             for world in planned[-1][1]:
                 for place, v in operands:
                     seen = self.same(v, _seen_by(place, detached, world))
@@ -291,7 +294,7 @@ class _Rewriter:
         if has_while(eqn):
             eqn = with_reverse_mode(eqn)
         if any(self.flow.passes[index]):
-            detached = self.flow.detached.get(index, ())
+            detached = self.detached(index)
             operands = [
                 self.copy(v, _seen_by(place, detached, world)) for place, v in enumerate(eqn.invars)
             ]
@@ -304,6 +307,10 @@ class _Rewriter:
         self.eqns.append(rewire(eqn, operands, results))
         for v, result in zip(eqn.outvars, results, strict=True):
             self.store(v, world, result)
+
+    def detached(self, index: int) -> Container[int]:
+        """The operands of an equation through which ``D`` does not pass."""
+        return () if self.flow.scope.mixes else self.flow.detached.get(index, ())
 
     def constant_operands(self, eqn: JaxprEqn) -> list[int]:
         """The traced weights of an op: no gradient is taken, since it is ``c (x) x``."""

@@ -131,6 +131,8 @@ def _make_group(index: int, minfo: ModuleInfo, flow: Flow, news: list[Var]) -> H
     )
     group.check_consistent_varshape()
     pattern = _pattern(flow, olds, news, group.widths)
+    if flow.scope.mixes:
+        pattern = _mixed_pattern(flow, olds, news, group.widths, pattern)
     if part.forward_only:
         _note_forward_only(minfo, flow, tuple(paths))
     return group._replace(pattern=pattern)
@@ -153,6 +155,25 @@ def _pattern(
     return tuple(zip(*columns, strict=True))
 
 
+def _mixed_pattern(
+    flow: Flow,
+    olds: list[Var],
+    news: list[Var],
+    widths: tuple[int, ...],
+    pattern: tuple[tuple[bool, ...], ...],
+) -> tuple[tuple[bool, ...], ...]:
+    """A pattern with what passes through mixed positions, which reaches all planes of a state."""
+    rows = [new for new, width in zip(news, widths, strict=True) for _ in range(width or 1)]
+    columns = [old for old, width in zip(olds, widths, strict=True) for _ in range(width or 1)]
+    return tuple(
+        tuple(
+            aligned or (old in flow.of(new) and bool(flow.of(new)[old].cut_by))
+            for aligned, old in zip(row, columns, strict=True)
+        )
+        for row, new in zip(pattern, rows, strict=True)
+    )
+
+
 def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]) -> bool:
     """Whether states reach each other through mixing other than products; emits records."""
     cuts = dict.fromkeys(
@@ -163,6 +184,8 @@ def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]
         for cut in flow.of(new)[old].cut_by
         if not is_product(flow.mixer(cut))
     )
+    if flow.scope.mixes:  # it is traced
+        return bool(cuts)
     for cut in cuts:
         eqn = flow.mixer(cut)
         paths = tuple(minfo.outvar_to_hidden_path[new] for new in news)

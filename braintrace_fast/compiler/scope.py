@@ -2,22 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .._typing import Path
 from ..op import ETPPrimitive
 
-__all__ = ['Scope']
+__all__ = ['Coupled', 'Neighbourhood', 'Scope']
 
 
 @dataclass(frozen=True)
 class Scope:
     """Which influence is kept from step to step, beyond that of each position on itself.
 
-    Influence always follows plain operations position by position, and always ends where they mix
-    positions. The scope decides about ops and about layers. This class keeps the influence through
-    ops that say so (``gradient_enabled``) and between the states of one layer. To keep more or
-    less, subclass it and pass an instance to ``compile_etrace_graph(..., scope=...)``.
+    Influence always follows plain operations position by position. The scope decides about ops,
+    about layers, and about influence that passes through what mixes positions. This class keeps
+    the influence through ops that say so (``gradient_enabled``) and between the states of one
+    layer, and none through what mixes positions. :class:`Coupled` and :class:`Neighbourhood` keep
+    more. For other choices, subclass it and pass an instance to
+    ``compile_etrace_graph(..., scope=...)``.
 
     Parameters
     ----------
@@ -37,6 +39,10 @@ class Scope:
     """
 
     couple_layers: bool = False
+    mixes: ClassVar[bool] = False
+    """Whether states of a group may also reach each other through what mixes positions."""
+    keeps_others: ClassVar[bool] = False
+    """Whether ``D`` holds, for a pair of states, a matrix of all positions by all others."""
 
     def follows(self, op: ETPPrimitive, params: Mapping[str, Any]) -> bool:
         """Whether influence on the input of an op counts as influence on its output.
@@ -67,3 +73,59 @@ class Scope:
         keys = zip(path, other, strict=False)
         parting = next((pair for pair in keys if pair[0] != pair[1]), ())
         return self.couple_layers or not any(isinstance(key, int) for key in parting)
+
+
+@dataclass(frozen=True)
+class Coupled(Scope):
+    """Keep what each position does to itself by any path, through recurrent ops too.
+
+    ``D`` is the block diagonal of the whole step of a group. Of a recurrent op it takes the
+    diagonal of the weight, which costs no Jacobian.
+
+    Parameters
+    ----------
+    couple_layers : bool
+        As for :class:`Scope`.
+
+    Examples
+    --------
+    >>> import braintrace_fast as braintrace, jax.numpy as jnp
+    >>> rnn = braintrace.nn.ValinaRNNCell(3, 4)
+    >>> rnn.init_state()
+    >>> graph = braintrace.compile_etrace_graph(rnn, jnp.ones(3), scope=braintrace.Coupled())
+    >>> graph.hidden_groups[0].pattern
+    ((True,),)
+    """
+
+    mixes: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Neighbourhood(Coupled):
+    """Keep what each position does to those that it reaches in fewer than ``n`` steps.
+
+    ``D[s][q]`` is then ``d h_s(t) / d h_q(t-1)`` of all positions by all others, with two more
+    axes in place of those of positions: the result's, then the source's.
+
+    Parameters
+    ----------
+    couple_layers : bool
+        As for :class:`Scope`.
+    n : int
+        How many steps a neighbourhood reaches, itself included: 1 is :class:`Coupled`.
+
+    Examples
+    --------
+    >>> import braintrace_fast as braintrace
+    >>> braintrace.Neighbourhood(n=2).keeps_others
+    True
+    """
+
+    n: int = 2
+    keeps_others: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int):
+            raise TypeError(f'n is {self.n!r}; a neighbourhood needs an integer of at least 1.')
+        if self.n < 1:
+            raise ValueError(f'n is {self.n}; a neighbourhood needs an integer of at least 1.')

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import saiunit as u
 from jax import lax
 
@@ -81,6 +82,33 @@ def _matrices(weights: Weights, *, geometry: Geometry, **_: Any) -> Weights:
     return {key: views[key](weight) for key, weight in weights.items()}
 
 
+def _diagonal(
+    weights: Weights, sources: np.ndarray, *, geometry: Geometry, **_: Any
+) -> jax.Array | None:
+    """The tap that reads the output's own position, from each channel to itself."""
+    out, inputs, *spatial = geometry.layout.rhs_spec
+    channels, per_group = geometry.kernel[out], geometry.kernel[inputs]
+    is_kept = {*geometry.strides, *geometry.lhs_dilation} == {1}
+    if not is_kept or per_group * geometry.groups != channels:
+        return None
+    if not np.array_equal(sources, np.arange(len(sources))):
+        return None
+    if geometry.channel_axis not in (-1, -geometry.own_ndim):
+        return None
+    kernel = jnp.moveaxis(weights['weight'], (out, inputs, *spatial), range(2 + len(spatial)))
+    low = [before for before, _ in geometry.padding]
+    taps = [divmod(edge, step) for edge, step in zip(low, geometry.rhs_dilation, strict=True)]
+    exists = all(
+        rest == 0 and 0 <= tap < size
+        for (tap, rest), size in zip(taps, kernel.shape[2:], strict=True)
+    )
+    own = jnp.zeros(channels, kernel.dtype)
+    if exists:
+        own = kernel[np.arange(channels), np.arange(channels) % per_group, *(t for t, _ in taps)]
+    num = len(sources) // channels
+    return jnp.tile(own, num) if geometry.channel_axis == -1 else jnp.repeat(own, num)
+
+
 conv_p = register_primitive(
     'etp_conv',
     _forward,
@@ -88,6 +116,7 @@ conv_p = register_primitive(
     trainable_invars_fn=weight_and_bias,
     weight_vjp=_weight_vjp,
     linear_in_x=('weight',),
+    diagonal=_diagonal,
     trace_rules=outer_rules(
         groups=1, keeps_input=True, operand=_patches, plane_view=_rows, weight_view=_matrices
     ),

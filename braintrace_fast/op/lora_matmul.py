@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import saiunit as u
 
 from .operands import as_floats, check_floats, in_unit, matmul_precision, numbers_of
-from .outer import outer_rules, outer_total
+from .outer import outer_rules, outer_total, own_entries
 from .primitive import Weights, register_primitive
 
 __all__ = ['lora_matmul', 'lora_matmul_p']
@@ -66,6 +67,12 @@ def _weight_view(
     return {'weight': alpha * product} | ({'bias': weights['bias']} if has_bias else {})
 
 
+def _diagonal(weights: Weights, sources: np.ndarray, *, alpha: float, **_: Any) -> jax.Array:
+    b, a = weights['lora_b'], weights['lora_a']
+    _place, (rows, cols), is_own = own_entries(sources, b.shape[0], a.shape[1])
+    return jnp.where(is_own, alpha * (b[rows] * a.T[cols]).sum(-1), jnp.zeros((), b.dtype))
+
+
 lora_matmul_p = register_primitive(
     'etp_lora_matmul',
     _forward,
@@ -74,6 +81,7 @@ lora_matmul_p = register_primitive(
     weight_vjp=_weight_vjp,
     needs_weights=True,
     linear_in_x=('lora_b', 'lora_a'),
+    diagonal=_diagonal,
     trace_rules=outer_rules(weight_view=_weight_view),
 )
 

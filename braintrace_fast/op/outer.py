@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..kernels.promotion import common_type, product, promoted
@@ -25,7 +26,14 @@ from .primitive import (
     weight_and_bias,
 )
 
-__all__ = ['affine_primitive', 'outer_rules', 'outer_total', 'outer_vjp', 'weighted_sum']
+__all__ = [
+    'affine_primitive',
+    'outer_rules',
+    'outer_total',
+    'outer_vjp',
+    'own_entries',
+    'weighted_sum',
+]
 
 BLOCK = 16
 """The most examples that are added up at a time when a trace is read."""
@@ -66,7 +74,30 @@ def affine_primitive(name: str, product: Callable[..., jax.Array], groups: int =
         weight_vjp=functools.partial(outer_vjp, groups=groups),
         linear_in_x=('weight',),
         trace_rules=outer_rules(groups),
+        diagonal=_diagonal,
     )
+
+
+def _diagonal(weights: Weights, sources: np.ndarray, **_: Any) -> jax.Array:
+    """``W[g, i, o]`` where input ``(a, g, i)`` belongs to output ``(a, g, o)``, else zero."""
+    weight = weights['weight']
+    place, entry, is_own = own_entries(sources, *weight.shape[-2:])
+    group = (place % weight.shape[0],) if weight.ndim > 2 else ()
+    return jnp.where(is_own, weight[(*group, *entry)], jnp.zeros((), weight.dtype))
+
+
+def own_entries(
+    sources: np.ndarray, num_inputs: int, num_outputs: int
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """Where the diagonal of a product of the last axes is, for ``sources`` in flat order.
+
+    Returns, per output, the place of all axes in front of the last one, the entry of the matrix,
+    and whether it exists: an input that belongs to the output, and lies at the same place.
+    """
+    places, outputs = np.divmod(np.arange(len(sources)), num_outputs)
+    its_places, inputs = np.divmod(sources, num_inputs)
+    is_own = (sources >= 0) & (its_places == places)
+    return places, (np.where(is_own, inputs, 0), outputs), is_own
 
 
 def outer_vjp(

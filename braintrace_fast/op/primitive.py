@@ -122,6 +122,11 @@ class ETPPrimitive(Primitive):
         ``(x, scales, **params) -> sum_t scales[t] X[t]``, for an op whose gradients are linear in
         something else than ``x`` itself (the one-hot code of an index). ``weight_vjp`` must take
         such a sum, which consists of floating-point numbers, in place of ``x``.
+    diagonal : Callable or None
+        ``(weights, sources, **params)``: with ``sources[p]`` the element of an example's ``x`` that
+        belongs to element ``p`` of its ``y``, both counted in flat order, or -1 if there is none:
+        ``d y[p] / d x[sources[p]]`` per ``p``, or zero. It must depend on neither ``x`` nor the
+        example; all examples have the same. None in place of a result means that it is not known.
     """
 
     forward: Callable[..., jax.Array]
@@ -133,6 +138,7 @@ class ETPPrimitive(Primitive):
     needs_weights: bool
     linear_in_x: tuple[str, ...]
     x_total: Callable[..., jax.Array] | None
+    diagonal: Callable[..., jax.Array | None] | None
     _trainable_invars: Places | None
     _aux_invars: Places | None
     _weight_vjp: Callable[..., Weights] | None
@@ -217,6 +223,7 @@ def register_primitive(
     needs_weights: bool = False,
     linear_in_x: tuple[str, ...] = (),
     x_total: Callable[..., jax.Array] | None = None,
+    diagonal: Callable[..., jax.Array | None] | None = None,
 ) -> ETPPrimitive:
     """Make an ETP op out of a function in plain JAX.
 
@@ -230,7 +237,7 @@ def register_primitive(
     impl_fn : Callable
         ``(*inputs, **params) -> y``: one array, with hashable keyword parameters.
     batched, gradient_enabled, x_invar_index, y_outvar_index, trace_rules : optional
-    needs_weights, linear_in_x, x_total : optional
+    needs_weights, linear_in_x, x_total, diagonal : optional
         The attributes of :class:`ETPPrimitive` of the same names. An op has one output, so
         ``y_outvar_index`` is 0.
     trainable_invars_fn, aux_invars_fn : Callable, optional
@@ -263,6 +270,7 @@ def register_primitive(
     primitive.needs_weights = needs_weights
     primitive.linear_in_x = linear_in_x
     primitive.x_total = x_total
+    primitive.diagonal = diagonal
     primitive._trainable_invars = trainable_invars_fn
     primitive._aux_invars = aux_invars_fn
     primitive._weight_vjp = weight_vjp

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..kernels.promotion import product
@@ -109,6 +110,23 @@ def _entries(*, rows: jax.Array, cols: jax.Array, **_: Any) -> tuple[jax.Array, 
     return rows, cols
 
 
+def _diagonal(
+    weights: Weights,
+    sources: np.ndarray,
+    *,
+    rows: jax.Array,
+    cols: jax.Array,
+    size: int,
+    **_: Any,
+) -> jax.Array | None:
+    if len(sources) != size:  # the positions of an example have more axes than the op
+        return None
+    weight = weights['weight']
+    is_own = rows == jnp.asarray(sources, rows.dtype)[cols]
+    own = jnp.where(is_own, weight, jnp.zeros_like(weight))
+    return jnp.zeros(size, weight.dtype).at[cols].add(own)
+
+
 sparse_matmul_p = register_primitive(
     'etp_sparse_matmul',
     _forward,
@@ -117,6 +135,7 @@ sparse_matmul_p = register_primitive(
     aux_invars_fn=_places,
     weight_vjp=_weight_vjp,
     linear_in_x=('weight',),
+    diagonal=_diagonal,
     trace_rules=TraceRules(
         _outer, _outer_sum, _decay, _contract, entries=_entries, keeps_input=True
     ),

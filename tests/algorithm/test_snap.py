@@ -1,0 +1,177 @@
+"""SnAp: what a weight does to its neighbourhood, by step, in windows and without a trace."""
+
+from __future__ import annotations
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import saiunit as u
+
+import braintrace_fast as btf
+from tests.algorithm.test_ostl import STEPS, WAYS, N, Op, Recurrent, Vanilla, same, states_loss
+from tests.models import parameter
+from tests.oracles.influence import influence_gradient
+
+pytestmark = pytest.mark.usefixtures('x64')
+
+RING = np.eye(N) + np.roll(np.eye(N), 1, axis=1)
+"""Each neuron drives itself and the next one."""
+
+
+class Ring(Vanilla):
+    """A vanilla RNN with a directed, sparse recurrent weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = parameter(2 * N, scale=0.9)
+
+    def update(self, x):
+        with jax.ensure_compile_time_eval():
+            matrix = u.sparse.CSR.fromdense(jnp.asarray(RING))
+        h = btf.sparse_matmul(self.h.value, self.w.value, sparse_mat=matrix)
+        self.h.value = jnp.tanh(h + btf.matmul(x, self.v.value))
+        return self.h.value
+
+
+MODELS = {
+    'vanilla': Vanilla,
+    'ring': Ring,
+    'lstm': lambda: btf.nn.LSTMCell(N, N),
+    'gru-like': lambda: Recurrent(Op(lambda x, w: x @ jnp.tanh(w) + jax.nn.softmax(x), (N, N))),
+    'two states': lambda: Recurrent(Op(btf.matmul, (N, N))),
+}
+
+
+def problem(name, batch, **options):
+    model = MODELS[name]()
+    brainstate.nn.init_all_states(model, batch_size=batch)
+    for state in model.states(brainstate.HiddenState).values():
+        state.value = brainstate.random.randn(*state.value.shape)
+    xs = brainstate.random.randn(STEPS, *(() if batch is None else (batch,)), N)
+    learner = btf.SnAp(model, **options)
+    learner.compile_graph(xs[0])
+
+    def step_fn(x):
+        learner(x)
+        return states_loss({path: s.value for path, s in learner.hidden_states.items()})
+
+    return model, learner, xs, step_fn
+
+
+def gradient(learner, xs, step_fn, way):
+    if WAYS[way] is not None:
+        return learner.etrace_grad(xs, step_fn=step_fn, reduction='sum', **WAYS[way])
+    by_step = brainstate.transform.grad(step_fn, learner.param_states)
+    grads = [jax.tree.map(np.asarray, by_step(x)) for x in xs]
+    return jax.tree.map(lambda *g: sum(g), *grads)
+
+
+@pytest.mark.parametrize(
+    ('name', 'n', 'way', 'batch'),
+    [
+        ('ring', 1, 'windows', 2),
+        ('ring', 2, 'carried', 2),
+        ('ring', 2, 'windows', None),
+        ('ring', 2, 'fresh', 2),
+        ('ring', 2, 'by step', 2),
+        ('ring', 3, 'windows', 2),
+        ('ring', 4, 'fresh', 2),
+        ('vanilla', 2, 'windows', 2),
+        ('vanilla', 2, 'fresh', 2),
+        ('vanilla', 2, 'by step', None),
+        ('two states', 2, 'windows', None),
+        ('two states', 2, 'fresh', 2),
+        ('lstm', 2, 'fresh', 2),
+    ],
+)
+def test_gradients_are_those_of_the_truncated_influence(name, n, way, batch):
+    model, learner, xs, step_fn = problem(name, batch, n=n)
+    true = influence_gradient(model, xs, states_loss, n, axes=0 if batch is None else 1)
+    same(gradient(learner, xs, step_fn, way), true)
+
+
+def test_the_whole_group_is_bptt():
+    model, learner, xs, step_fn = problem('vanilla', 2, n=2)
+
+    def loss(params):
+        h, total = model.h.value, 0.0
+        for x in xs:
+            h = jnp.tanh(h @ params['w',] + x @ params['v',])
+            total = total + states_loss({('h',): h})
+        return total
+
+    true = jax.grad(loss)({path: s.value for path, s in learner.param_states.items()})
+    same(gradient(learner, xs, step_fn, 'fresh'), true)
+
+
+def test_each_n_keeps_more():
+    model, learner, xs, step_fn = problem('ring', 2, n=2)
+    found = gradient(learner, xs, step_fn, 'fresh')
+    for n in (1, 3):
+        other = influence_gradient(model, xs, states_loss, n, axes=1)
+        assert np.abs(found['w',] - other['w',]).max() > 1e-4
+
+
+@pytest.mark.parametrize('name', ['ring', 'vanilla'])
+def test_windows_from_the_last_to_the_first_are_the_same(name, monkeypatch):
+    model, learner, xs, step_fn = problem(name, 2, n=2)
+    calls = []
+    engine = type(learner.engine)
+    before = engine.window_before
+    monkeypatch.setattr(engine, 'window_before', lambda *args: calls.append(1) or before(*args))
+    found = learner.etrace_grad(xs, step_fn=step_fn, reduction='sum', trace='fresh', trace_every=3)
+    true = influence_gradient(model, xs, states_loss, 2, axes=1)
+    same(found, true)
+    assert calls
+
+
+@pytest.mark.parametrize('name', ['ring', 'vanilla'])
+def test_chunks_are_exact_inside_and_traced_before(name):
+    model, learner, xs, _ = problem(name, 2, n=2, vjp_method='multi-step')
+    first, second = xs[:3], xs[3:]
+
+    def step_fn(chunk):
+        learner(btf.MultiStepData(chunk))
+        return states_loss({path: s.value for path, s in learner.hidden_states.items()})
+
+    by_chunk = brainstate.transform.grad(step_fn, learner.param_states)
+    start = {path: s.value for path, s in model.states().items()}
+    grads = [by_chunk(first), by_chunk(second)]
+    for path, state in model.states().items():
+        state.value = start[path]
+    whole = brainstate.transform.grad(
+        lambda: [model(x) for x in xs] and states_loss({('h',): model.h.value}),
+        model.states(brainstate.ParamState),
+    )
+    if name == 'vanilla':  # all of the past is in the trace
+        same(grads[1], whole())
+
+
+def test_what_cannot_be_told_is_probed_and_all_to_all():
+    model, learner, xs, step_fn = problem('gru-like', 2, n=2)
+    assert learner.graph.explain(kind=btf.DiagnosticKind.SNAP_PATTERN_CONSERVATIVE)
+    true = influence_gradient(model, xs, states_loss, 2, axes=1)
+    found = gradient(learner, xs, step_fn, 'fresh')
+    np.testing.assert_allclose(found['w_in',], true['w_in',], rtol=1e-10)
+
+
+def test_n_is_a_number_of_at_least_one():
+    with pytest.raises(ValueError, match='at least 1'):
+        btf.SnAp(Vanilla(), 0)
+    with pytest.raises(TypeError, match='True'):
+        btf.SnAp(Vanilla(), True)
+
+
+def test_too_large_jacobians_are_refused():
+    with pytest.raises(btf.NotSupportedError, match='snap_max_jacobian_elements=31'):
+        problem('ring', 2, n=2, snap_max_jacobian_elements=31)
+
+
+def test_a_trace_of_too_many_neighbours_is_refused_but_not_needed():
+    model, learner, xs, step_fn = problem('vanilla', 2, n=2, snap_max_jacobian_elements=40)
+    with pytest.raises(btf.NotSupportedError, match="trace='fresh'"):
+        gradient(learner, xs, step_fn, 'carried')
+    true = influence_gradient(model, xs, states_loss, 2, axes=1)
+    same(gradient(learner, xs, step_fn, 'fresh'), true)
