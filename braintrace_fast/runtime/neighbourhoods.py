@@ -212,7 +212,7 @@ class NeighbourhoodEngine(MaterializedEngine):
             if elements > most or slots > MOST_SLOTS:
                 reason = (
                     f'The trace of {group.hidden_paths} has {slots} planes, one per neighbour and '
-                    f'state, and {elements} elements of Jacobians in each step; at most {MOST_SLOTS} '
+                    f'state, and {elements} elements of Jacobians in a step; at most {MOST_SLOTS} '
                     f'can be carried, and snap_max_jacobian_elements={most}. Learn whole sequences '
                     "with etrace_grad(..., trace='fresh'), which carries none, or take a smaller n."
                 )
