@@ -8,12 +8,13 @@ its output must have the shape of the group, and starts with indices of its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from .._compat import JaxprEqn, Literal, Var, build_jaxpr, equation_function
+from .._compat import JaxprEqn, Literal, Var, build_jaxpr, equation_function, struct
 from ..op import ETPPrimitive
 from .alignment import align_results
 from .flow import Flow, Slice, Source
@@ -21,7 +22,6 @@ from .hidden_group import HiddenGroup
 from .liveness import needed_equations, reached_variables, read_variables, variables
 from .positions import identity_alignment
 from .primitives import is_product
-from .scope import Scope
 
 __all__ = ['Mixer', 'cut_out', 'find_mixers', 'num_example_axes']
 
@@ -81,25 +81,56 @@ def _new(flow: Flow, eqn: JaxprEqn, sources: Sequence[Var]) -> list[Var]:
     return [v for v in flow.differentiated(eqn) if v not in sources]
 
 
-class _EveryOp(Scope):
-    def follows(self, op: ETPPrimitive, params: object) -> bool:
-        return True
-
-
 def num_example_axes(eqns: Sequence[JaxprEqn], group: HiddenGroup) -> int:
-    """How many axes of a group's shape, in front, are never mixed by some equations."""
-    for axes in range(len(group.varshape) - 1, 0, -1):
-        source = Source(group.varshape[:axes])
-        states = (*group.hidden_invars, *group.hidden_outvars)
-        flow = Flow(eqns, dict.fromkeys(states, source), group.hidden_outvars, _EveryOp())
-        if not any(
-            flow.of(new)[old].cut_by
-            for new in group.hidden_outvars
-            for old in group.hidden_invars
-            if old in flow.of(new)
-        ):
-            return axes
-    return 0
+    """How many axes of a group's shape, in front, number examples.
+
+    Equations never mix examples, and a product does the same to all of them.
+    """
+    axes = range(len(group.varshape) - 1, 0, -1)
+    return next((num for num in axes if _are_examples(eqns, group, num)), 0)
+
+
+def _are_examples(eqns: Sequence[JaxprEqn], group: HiddenGroup, num: int) -> bool:
+    products = [eqn for eqn in eqns if is_product(eqn)]
+    if not all(_is_shared(eqn, num) for eqn in products):
+        return False
+    news, results = group.hidden_outvars, [eqn.outvars[0] for eqn in products]
+    source = Source(group.varshape[:num])
+    if any(z.aval.shape[:num] != source.shape for z in results):
+        return False
+    sources = dict.fromkeys([*group.hidden_invars, *results, *news], source)
+    flow = Flow([eqn for eqn in eqns if not is_product(eqn)], sources, news)
+    read = [v for eqn in products for v in variables(eqn.invars) if flow.of(v)]
+    if any(v not in {eqn.invars[_place(eqn)] for eqn in products} for v in read):
+        return False
+    return all(
+        not how.cut_by
+        and how.alignment is not None
+        and how.alignment[:num] == identity_alignment(source.shape)
+        for v in (*read, *news)
+        for how in flow.of(v).values()
+    )
+
+
+def _place(eqn: JaxprEqn) -> int:
+    """Which operand of a product may have axes in front that number examples."""
+    return getattr(eqn.primitive, 'x_invar_index', None) or 0
+
+
+def _is_shared(eqn: JaxprEqn, num: int) -> bool:
+    """Whether a product does the same along the first axes of its input, and keeps them."""
+    op, (x, *others) = eqn.primitive, [struct(v) for v in eqn.invars]
+    if op.name == 'dot_general':
+        ((contracted, _), (batch, _)) = eqn.params['dimension_numbers']
+        return not batch and min(contracted, default=0) >= num
+    if not isinstance(op, ETPPrimitive) or not op.batched or op.x_invar_index != 0:
+        return False
+    one = x.update(shape=x.shape[num:])
+    try:
+        y = jax.eval_shape(partial(op.forward, **eqn.params), one, *others)
+    except (TypeError, ValueError):  # fewer axes than the op needs
+        return False
+    return (*x.shape[:num], *y.shape) == eqn.outvars[0].aval.shape
 
 
 def find_mixers(

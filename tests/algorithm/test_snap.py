@@ -10,6 +10,7 @@ import pytest
 import saiunit as u
 
 import braintrace_fast as btf
+from braintrace_fast.runtime import planner
 from tests.algorithm.test_ostl import STEPS, WAYS, N, Op, Recurrent, Vanilla, same, states_loss
 from tests.models import parameter
 from tests.oracles.influence import influence_gradient
@@ -108,21 +109,22 @@ def test_the_whole_group_is_bptt():
 
 def test_each_n_keeps_more():
     model, learner, xs, step_fn = problem('ring', 2, n=2)
+    others = [influence_gradient(model, xs, states_loss, n, axes=1) for n in (1, 3)]
     found = gradient(learner, xs, step_fn, 'fresh')
-    for n in (1, 3):
-        other = influence_gradient(model, xs, states_loss, n, axes=1)
+    for other in others:
         assert np.abs(found['w',] - other['w',]).max() > 1e-4
 
 
 @pytest.mark.parametrize('name', ['ring', 'vanilla'])
 def test_windows_from_the_last_to_the_first_are_the_same(name, monkeypatch):
     model, learner, xs, step_fn = problem(name, 2, n=2)
+    monkeypatch.setattr(planner, 'CHEAP', 0)
     calls = []
     engine = type(learner.engine)
     before = engine.window_before
     monkeypatch.setattr(engine, 'window_before', lambda *args: calls.append(1) or before(*args))
-    found = learner.etrace_grad(xs, step_fn=step_fn, reduction='sum', trace='fresh', trace_every=3)
     true = influence_gradient(model, xs, states_loss, 2, axes=1)
+    found = learner.etrace_grad(xs, step_fn=step_fn, reduction='sum', trace='fresh', trace_every=3)
     same(found, true)
     assert calls
 
@@ -171,7 +173,69 @@ def test_too_large_jacobians_are_refused():
 
 def test_a_trace_of_too_many_neighbours_is_refused_but_not_needed():
     model, learner, xs, step_fn = problem('vanilla', 2, n=2, snap_max_jacobian_elements=40)
+    true = influence_gradient(model, xs, states_loss, 2, axes=1)
     with pytest.raises(btf.NotSupportedError, match="trace='fresh'"):
         gradient(learner, xs, step_fn, 'carried')
-    true = influence_gradient(model, xs, states_loss, 2, axes=1)
     same(gradient(learner, xs, step_fn, 'fresh'), true)
+
+
+class WithinStep(brainstate.nn.Module):
+    """The new voltage drives the new current of the same step, through a fixed matrix."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix, self.w = jnp.asarray(matrix), parameter(N, N)
+
+    def init_state(self, batch_size=None, **_):
+        self.v, self.i = (brainstate.HiddenState(brainstate.random.randn(2, N)) for _ in range(2))
+
+    def update(self, x):
+        self.v.value = jnp.tanh(0.7 * self.v.value + self.i.value)
+        fed = jnp.sin(self.v.value) @ self.matrix
+        self.i.value = 0.8 * self.i.value + fed + btf.matmul(x, self.w.value)
+        return self.i.value
+
+
+@pytest.mark.parametrize('way', ['windows', 'fresh', 'by step'])
+@pytest.mark.parametrize('n', [1, 2])
+def test_states_that_are_mixed_within_a_step_count_once(n, way):
+    mixing = (
+        np.diag([0.5, -0.4, 0.3, 0.9]) if n == 1 else np.random.default_rng(0).normal(size=(N, N))
+    )
+    model = WithinStep(mixing)
+    model.init_state()
+    xs = brainstate.random.randn(STEPS, 2, N)
+    learner = btf.SnAp(model, n)
+    learner.compile_graph(xs[0])
+    start = model.v.value, model.i.value
+
+    def loss(w):
+        (v, i), total = start, 0.0
+        for x in xs:
+            v = jnp.tanh(0.7 * v + i)
+            i = 0.8 * i + jnp.sin(v) @ mixing + x @ w
+            total = total + states_loss({('i',): i, ('v',): v})
+        return total
+
+    def step_fn(x):
+        learner(x)
+        return states_loss({('i',): model.i.value, ('v',): model.v.value})
+
+    true = {('w',): jax.grad(loss)(model.w.value)}
+    same(gradient(learner, xs, step_fn, way), true)
+
+
+def test_one_step_is_the_rule_with_the_own_position_alone():
+    _, learner, xs, step_fn = problem('two states', 2, n=1)
+    other = btf.OSTLRecurrent(learner.model)
+    other.compile_graph(xs[0])
+    start = {path: state.value for path, state in learner.hidden_states.items()}
+    found = gradient(learner, xs, step_fn, 'windows')
+    for path, state in learner.hidden_states.items():
+        state.value = start[path]
+
+    def step(x):
+        other(x)
+        return states_loss({path: s.value for path, s in other.hidden_states.items()})
+
+    same(found, gradient(other, xs, step, 'windows'))
