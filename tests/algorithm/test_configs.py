@@ -306,3 +306,37 @@ def test_a_file_of_another_configuration_is_refused(tmp_path):
         for other in others:
             with pytest.raises(btf.CheckpointError, match='the option config is'):
                 learner_of(Layer(), other).load(path)
+
+
+# Kernels, and examples that start anew
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        pytest.param(C(trace_filter='kappa', kappa=0.7, **LEAK), marks=pytest.mark.slow),
+        C(**NONE),
+        C('io_factorized', 'scalar_leak', decay=0.8),
+        pytest.param(C('io_factorized', 'none'), marks=pytest.mark.slow),
+    ],
+    ids=C.describe,
+)
+def test_kernels_carry_a_leak_like_any_other_trace(config):
+    _, found, true = every_way(Layer(skip=0.4), config, backend='interpret')
+    for grads in found:
+        check(grads, true, rtol=1e-4)
+
+
+@pytest.mark.parametrize('config', [C(**LEAK), WHOLE[5]], ids=C.describe)
+def test_nothing_leaks_past_a_new_start(config, x64):
+    data = tuple(map(jnp.asarray, sequences()))
+    learner = learner_of(Layer(skip=0.4), config)
+    resets = jnp.arange(len(data[0])) == 3
+    loss = lambda x, k, m, r: jnp.sum(k * learner(x, reset=r))  # noqa: E731
+    found = learner.etrace_grad(*data, resets, step_fn=loss, reduction='sum', trace_every=4)
+    layer, true = Layer(skip=0.4), []
+    for part in (slice(3), slice(3, None)):
+        xs, ks, ms = (a[part] for a in sequences())
+        true.append(gradient(config, factors(layer, xs, ks), ms))
+    # A new start gives the states the values of the compiled learner.
+    check(found, jax.tree.map(jnp.add, *true), rtol=1e-10)
