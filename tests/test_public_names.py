@@ -29,6 +29,7 @@ NAMES = [
     'ETraceVmap',
     'EligibilityTrace',
     'FixedRandomFeedback',
+    'GradExpon',
     'HiddenGroup',
     'HiddenParamOpRelation',
     'HiddenPerturbation',

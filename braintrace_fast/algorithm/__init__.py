@@ -3,6 +3,7 @@
 from .axes import ETraceConfig
 from .base import EligibilityTrace, ETraceAlgorithm
 from .eprop import EProp
+from .grad_expon import GradExpon
 from .ostl import OSTLFeedforward, OSTLRecurrent
 from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm, pp_prop
 from .sequence import SequenceDriverMixin
@@ -22,6 +23,7 @@ __all__ = [
     'ETraceVjpAlgorithm',
     'EligibilityTrace',
     'FixedRandomFeedback',
+    'GradExpon',
     'IODimVjpAlgorithm',
     'KappaFilter',
     'OSTLFeedforward',

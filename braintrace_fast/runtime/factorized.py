@@ -233,7 +233,7 @@ class FactorizedEngine:
         read, now, first = self._window_signals(op, steps, start, fhat)
         if first is not None and (x is None or x_start is not None):
             total.add_product(op, x_start, first)
-        if x is None or read is None:
+        if x is None or read is None or not self.decay_x:  # there is one input to multiply
             total.add_product(op, x, add([read, now]), leading_axes=1)
         elif linear := self.relations[op].primitive.linear_in_x:
             left, back = smooth(read, None, self.decay_x, reverse=True, backend=self.backend)

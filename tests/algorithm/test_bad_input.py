@@ -239,7 +239,7 @@ def test_states_that_were_made_anew_after_compiling():
     'arguments, options, error, message',
     [
         (('rtrl', XS[0]), {}, ValueError, "'rtrl' is not known.*d_rtrl"),
-        ((3, XS[0]), {}, TypeError, 'a name or a subclass'),
+        ((3, XS[0]), {}, TypeError, 'a name, an ETraceConfig'),
         (('d_rtrl',), {}, ValueError, 'example input'),
         (('d_rtrl', XS[0]), {'vjp_method': 'two-step'}, ValueError, "'two-step'.*single-step"),
         (('d_rtrl', XS[0]), {'backend': 'cuda'}, ValueError, "'cuda' is not known.*pallas"),
