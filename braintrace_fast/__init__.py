@@ -6,6 +6,7 @@ from . import nn
 from ._deprecation import superseded
 from .algorithm import (
     D_RTRL,
+    DNI,
     ES_D_RTRL,
     UORO,
     EligibilityTrace,
@@ -18,8 +19,10 @@ from .algorithm import (
     ParamDimVjpAlgorithm,
     RandomProjectionVjpAlgorithm,
     SequenceDriverMixin,
+    SyntheticGradient,
     ThreeFactor,
     pp_prop,
+    train_synthetic_gradient,
 )
 from .compiler import (
     CompilationRecord,
@@ -88,6 +91,7 @@ __all__ = [
     'CompilationRecord',
     'CompilationReport',
     'ControlFlowPolicy',
+    'DNI',
     'D_RTRL',
     'DiagnosticKind',
     'DiagnosticLevel',
@@ -116,6 +120,7 @@ __all__ = [
     'Scope',
     'SequenceDriverMixin',
     'SingleStepData',
+    'SyntheticGradient',
     'ThreeFactor',
     'TraceRules',
     'UORO',
@@ -143,6 +148,7 @@ __all__ = [
     'register_primitive',
     'set_backend',
     'sparse_matmul',
+    'train_synthetic_gradient',
     'use_backend',
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import brainstate
 
-from .algorithm import D_RTRL, UORO, EProp, ETraceVjpAlgorithm, ThreeFactor, pp_prop
+from .algorithm import D_RTRL, DNI, UORO, EProp, ETraceVjpAlgorithm, ThreeFactor, pp_prop
 
 __all__ = ['ETraceVmap', 'compile']
 
@@ -20,6 +20,7 @@ ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
     'e_prop': EProp,
     'three_factor': ThreeFactor,
     'uoro': UORO,
+    'dni': DNI,
 }
 
 
@@ -41,8 +42,8 @@ def compile(
         A model whose ``update`` is one time step.
     algorithm : str or type
         ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``, ``'uoro'``,
-        or a class. In a name only letters and digits count, of either case: ``'D-RTRL'`` is
-        ``'d_rtrl'``.
+        ``'dni'``, or a class. In a name only letters and digits count, of either case: ``'D-RTRL'``
+        is ``'d_rtrl'``.
     *example_inputs
         Inputs of one step, or of a chunk of steps, as the learner will be called with.
     batch_size : int, optional

@@ -14,6 +14,7 @@ NAMES = [
     'CompilationRecord',
     'CompilationReport',
     'ControlFlowPolicy',
+    'DNI',
     'D_RTRL',
     'DiagnosticKind',
     'DiagnosticLevel',
@@ -40,6 +41,7 @@ NAMES = [
     'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
     'SingleStepData',
+    'SyntheticGradient',
     'ThreeFactor',
     'UORO',
     'add_hidden_perturbation_from_minfo',
@@ -60,6 +62,7 @@ NAMES = [
     'matmul',
     'pp_prop',
     'register_primitive',
+    'train_synthetic_gradient',
 ]
 LATER = {
     'config',
@@ -75,6 +78,7 @@ LATER = {
 }
 """Arguments of learning rules and of control flow that are not there yet."""
 THERE = {
+    'DNI': {'snap_max_jacobian_elements'},
     'EProp': {'random_feedback_key'},
     'RandomProjectionVjpAlgorithm': {'config', 'random_feedback_key', 'snap_max_jacobian_elements'},
     'ThreeFactor': {'snap_max_jacobian_elements'},
@@ -112,7 +116,7 @@ def test_a_name_is_there_with_the_arguments_of_the_reference(name):
     'name',
     [
         *('D_RTRL', 'pp_prop', 'EProp', 'ThreeFactor', 'UORO', 'RandomProjectionVjpAlgorithm'),
-        *('compile', 'etrace_grad'),
+        *('DNI', 'SyntheticGradient', 'train_synthetic_gradient', 'compile', 'etrace_grad'),
     ],
 )
 def test_arguments_of_learners_are_in_the_order_of_the_reference(name):

@@ -1,6 +1,7 @@
 """Learning rules: small configurations of the runtime."""
 
 from .base import EligibilityTrace, ETraceAlgorithm
+from .dni import DNI, SyntheticGradient, train_synthetic_gradient
 from .eprop import EProp
 from .presets import D_RTRL, ES_D_RTRL, IODimVjpAlgorithm, ParamDimVjpAlgorithm, pp_prop
 from .sequence import SequenceDriverMixin
@@ -10,6 +11,7 @@ from .uoro import UORO, RandomProjectionVjpAlgorithm
 from .vjp import ETraceVjpAlgorithm
 
 __all__ = [
+    'DNI',
     'D_RTRL',
     'UORO',
     'EProp',
@@ -23,6 +25,8 @@ __all__ = [
     'ParamDimVjpAlgorithm',
     'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
+    'SyntheticGradient',
     'ThreeFactor',
     'pp_prop',
+    'train_synthetic_gradient',
 ]

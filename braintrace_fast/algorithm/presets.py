@@ -75,7 +75,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         return MaterializedEngine(
             graph,
             self.trace_dtype,
-            self.vjp_method == 'multi-step',
+            self.differentiates_calls,
             self.factor_transform(graph),
             self.stochastic_rounding,
             self.resolved_backend,

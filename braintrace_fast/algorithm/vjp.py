@@ -117,6 +117,13 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """The same at the start of a chunk that is differentiated in full."""
         return planes
 
+    def exit_signals(self, planes: GroupPlanes, modulator: Any) -> GroupPlanes | None:
+        """What the future says of the states at the end of such a chunk; by default nothing.
+
+        It reaches the inputs of the chunk, and parameters that are not traced.
+        """
+        return None
+
     def modulator_of(self, given: Any) -> Any:
         """The modulator of a call; only rules that learn from one take it."""
         if given is not None:
@@ -240,7 +247,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _runs_in_windows(self) -> bool:
         """Whether sequences are learned in windows, with the trace touched once in each."""
-        return self.vjp_method == 'single-step' and self.engine.refuses_windows() is None
+        return not self.differentiates_calls and self.engine.refuses_windows() is None
 
     def forget(self) -> None:
         """Take the trace for zero from here on; what a large one holds is not touched."""
@@ -402,7 +409,6 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         values = self.graph_executor.values()
         inputs = StepInputs(args, *values, *self.carried, keep, modulator)
         if is_chunk or self.differentiates_calls:
-            inputs = inputs._replace(modulator=None)
             (out, hidden, others), trace = run_chunk(self.driver, inputs, self.vjp_method)
         else:
             (out, hidden, others), trace = self.driver.step(inputs)
