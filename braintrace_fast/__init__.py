@@ -6,6 +6,7 @@ from . import nn
 from ._deprecation import superseded
 from .algorithm import (
     D_RTRL,
+    DNI,
     ES_D_RTRL,
     UORO,
     EligibilityTrace,
@@ -23,8 +24,10 @@ from .algorithm import (
     RandomProjectionVjpAlgorithm,
     SequenceDriverMixin,
     SnAp,
+    SyntheticGradient,
     ThreeFactor,
     pp_prop,
+    train_synthetic_gradient,
 )
 from .compiler import (
     CompilationRecord,
@@ -96,6 +99,7 @@ __all__ = [
     'CompilationReport',
     'ControlFlowPolicy',
     'Coupled',
+    'DNI',
     'D_RTRL',
     'DiagnosticKind',
     'DiagnosticLevel',
@@ -130,6 +134,7 @@ __all__ = [
     'SequenceDriverMixin',
     'SingleStepData',
     'SnAp',
+    'SyntheticGradient',
     'ThreeFactor',
     'TraceRules',
     'UORO',
@@ -157,6 +162,7 @@ __all__ = [
     'register_primitive',
     'set_backend',
     'sparse_matmul',
+    'train_synthetic_gradient',
     'use_backend',
 ]
 

@@ -9,6 +9,7 @@ import brainstate
 
 from .algorithm import (
     D_RTRL,
+    DNI,
     UORO,
     EProp,
     ETraceConfig,
@@ -35,6 +36,7 @@ ALGORITHMS: dict[str, type[ETraceVjpAlgorithm]] = {
     'ostl_recurrent': OSTLRecurrent,
     'three_factor': ThreeFactor,
     'uoro': UORO,
+    'dni': DNI,
 }
 ENGINES: dict[str, type[ETraceVjpAlgorithm]] = {
     'per_param': ParamDimVjpAlgorithm,
@@ -62,8 +64,9 @@ def compile(
         A model whose ``update`` is one time step.
     algorithm : str, ETraceConfig or type
         ``'d_rtrl'``, ``'pp_prop'`` (``'es_d_rtrl'``), ``'eprop'``, ``'three_factor'``,
-        ``'ostl_recurrent'``, ``'ostl_feedforward'``, ``'uoro'``, a configuration, or a class. In a
-        name only letters and digits count, of either case: ``'D-RTRL'`` is ``'d_rtrl'``.
+        ``'ostl_recurrent'``, ``'ostl_feedforward'``, ``'uoro'``, ``'dni'``, a configuration, or a
+        class. In a name only letters and digits count, of either case: ``'D-RTRL'`` is
+        ``'d_rtrl'``.
     *example_inputs
         Inputs of one step, or of a chunk of steps, as the learner will be called with.
     batch_size : int, optional

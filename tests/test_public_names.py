@@ -14,6 +14,7 @@ NAMES = [
     'CompilationRecord',
     'CompilationReport',
     'ControlFlowPolicy',
+    'DNI',
     'D_RTRL',
     'DiagnosticKind',
     'DiagnosticLevel',
@@ -43,6 +44,7 @@ NAMES = [
     'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
     'SingleStepData',
+    'SyntheticGradient',
     'ThreeFactor',
     'UORO',
     'add_hidden_perturbation_from_minfo',
@@ -63,6 +65,7 @@ NAMES = [
     'matmul',
     'pp_prop',
     'register_primitive',
+    'train_synthetic_gradient',
 ]
 LATER = {
     'full_jacobian',
@@ -106,8 +109,8 @@ def test_a_name_is_there_with_the_arguments_of_the_reference(name):
     [
         *('ETraceConfig', 'ETraceVjpAlgorithm', 'ParamDimVjpAlgorithm', 'IODimVjpAlgorithm'),
         *('D_RTRL', 'pp_prop', 'EProp', 'ThreeFactor', 'OSTLFeedforward'),
-        *('UORO', 'RandomProjectionVjpAlgorithm'),
-        *('compile', 'etrace_grad'),
+        *('UORO', 'RandomProjectionVjpAlgorithm', 'OSTLRecurrent', 'SnAp'),
+        *('DNI', 'SyntheticGradient', 'train_synthetic_gradient', 'compile', 'etrace_grad'),
     ],
 )
 def test_arguments_of_learners_are_in_the_order_of_the_reference(name):

@@ -2,6 +2,7 @@
 
 from .axes import ETraceConfig
 from .base import EligibilityTrace, ETraceAlgorithm
+from .dni import DNI, SyntheticGradient, train_synthetic_gradient
 from .eprop import EProp
 from .grad_expon import GradExpon
 from .ostl import OSTLFeedforward, OSTLRecurrent
@@ -14,6 +15,7 @@ from .uoro import UORO, RandomProjectionVjpAlgorithm
 from .vjp import ETraceVjpAlgorithm
 
 __all__ = [
+    'DNI',
     'D_RTRL',
     'UORO',
     'EProp',
@@ -32,6 +34,8 @@ __all__ = [
     'RandomProjectionVjpAlgorithm',
     'SequenceDriverMixin',
     'SnAp',
+    'SyntheticGradient',
     'ThreeFactor',
     'pp_prop',
+    'train_synthetic_gradient',
 ]

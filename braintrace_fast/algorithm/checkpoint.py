@@ -41,6 +41,7 @@ NESTED_PLANES = (
 NO_OPTIONS = (
     *('self', 'model', 'name', 'backend', 'control_flow', 'memory_budget', 'modulator'),
     *('fast_solve', 'chunked_trace', 'snap_max_jacobian_elements', 'couple_layers', 'scope'),
+    'synthesizer',
 )
 """Arguments of learners that a file need not agree with: they change nothing, or states tell."""
 

@@ -94,7 +94,7 @@ class ConfiguredAlgorithm(ETraceAlgorithm):
                 f"vjp_method is {vjp_method!r}; learning_signal='modulatory' needs 'single-step', "
                 'because within a chunk the loss alone would count, and not the modulator.'
             )
-        if signal == 'bootstrapped':
+        if signal == 'bootstrapped' and cls.exit_signals is ConfiguredAlgorithm.exit_signals:
             raise NotImplementedError(
                 f"learning_signal='bootstrapped' needs an estimate of the future, and "
                 f'{cls.__name__} has none.'
@@ -155,6 +155,13 @@ class ConfiguredAlgorithm(ETraceAlgorithm):
     def entry_signals(self, planes: GroupPlanes) -> GroupPlanes:
         """The same at the start of a chunk that is differentiated in full."""
         return planes if self.random_feedback is None else self.random_feedback.project(planes)
+
+    def exit_signals(self, planes: GroupPlanes, modulator: Any) -> GroupPlanes | None:
+        """What the future says of the states at the end of such a chunk; by default nothing.
+
+        It reaches the inputs of the chunk, and parameters that are not traced.
+        """
+        return None
 
     def modulator_of(self, given: Any) -> Any:
         """What :meth:`learning_signals` is given of a call.

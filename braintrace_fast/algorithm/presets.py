@@ -94,7 +94,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         """The engine that carries the whole trace."""
         options: Any = dict(
             trace_dtype=self.trace_dtype,
-            chunks=self.vjp_method == 'multi-step',
+            chunks=self.differentiates_calls,
             transform=self.factor_transform(graph),
             stochastic=self.stochastic_rounding,
             backend=self.resolved_backend,

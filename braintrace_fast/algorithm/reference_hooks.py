@@ -9,6 +9,7 @@ __all__ = ['refuse_reference_hooks']
 
 ENGINE = 'make_engine, which returns an Engine: how a trace advances and what is read off it'
 SIGNALS = 'learning_signals, and entry_signals for chunks that are differentiated in full'
+EXIT = 'exit_signals, for parameters that are not traced'
 UPDATE = 'update'
 NONE = 'nothing, there is no such part'
 REPLACEMENTS = {
@@ -22,8 +23,8 @@ REPLACEMENTS = {
     '_get_etrace_data': 'make_engine; the state `trace` holds what the engine carries',
     '_assign_etrace_data': 'make_engine; the state `trace` holds what the engine carries',
     '_compute_learning_signal': SIGNALS,
-    '_inject_exit_cotangent': SIGNALS,
-    '_exit_cotangent_grads': SIGNALS,
+    '_inject_exit_cotangent': EXIT,
+    '_exit_cotangent_grads': EXIT,
     '_get_update_aux': 'modulator_of, whose result learning_signals is given',
     '_update_impl': UPDATE,
     '_update_fn': UPDATE,

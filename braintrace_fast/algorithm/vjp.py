@@ -240,7 +240,7 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
 
     def _runs_in_windows(self) -> bool:
         """Whether sequences are learned in windows, with the trace touched once in each."""
-        return self.vjp_method == 'single-step' and self.engine.refuses_windows() is None
+        return not self.differentiates_calls and self.engine.refuses_windows() is None
 
     def forget(self) -> None:
         """Take the trace for zero from here on; what a large one holds is not touched."""
@@ -402,7 +402,6 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         values = self.graph_executor.values()
         inputs = StepInputs(args, *values, *self.carried, keep, modulator)
         if is_chunk or self.differentiates_calls:
-            inputs = inputs._replace(modulator=None)
             (out, hidden, others), trace = run_chunk(self.driver, inputs, self.vjp_method)
         else:
             (out, hidden, others), trace = self.driver.step(inputs)

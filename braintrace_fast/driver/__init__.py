@@ -1,6 +1,6 @@
 """Runs compiled steps with an engine: by step, in chunks, and in windows over sequences."""
 
-from .chunk import needs_multi_step, run_chunk
+from .chunk import needs_multi_step, run_chunk, run_forward
 from .driver import Driver, Recorded, Rule, StepInputs
 from .kernel_choices import kernel_choices
 from .restart import restart
@@ -22,4 +22,5 @@ __all__ = [
     'needs_multi_step',
     'restart',
     'run_chunk',
+    'run_forward',
 ]

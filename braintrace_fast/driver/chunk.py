@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,47 +20,59 @@ from ..runtime.gradient import GradientSum
 from ..runtime.input_data import chunk_length, has_multi_step_data, split_chunk
 from .driver import NO_COTANGENTS, Driver, Results, StepInputs
 
-__all__ = ['needs_multi_step', 'run_chunk']
+__all__ = ['needs_multi_step', 'run_chunk', 'run_forward']
 
 
 def run_chunk(driver: Driver, inputs: StepInputs, vjp_method: str) -> tuple[Results, Trace]:
     """Run a chunk of steps, given as :class:`MultiStepData`, or one step as a chunk of its own.
 
     Its backward pass differentiates the steps in full, of which ``vjp_method='single-step'`` allows
-    one; what came before counts by the trace.
+    one. What came before counts by the trace, and what comes after by what the rule says of the
+    states at the end (``exit_signals``): that reaches inputs, and parameters where they are not
+    traced, whose future is not in a trace.
     """
-
-    def run(inputs: StepInputs) -> tuple[Results, Trace]:
-        if not has_multi_step_data(inputs.args):
-            return driver.advance(inputs)
-        in_windows = driver.engine.refuses_windows() is None
-        return (_run_window if in_windows else _run_steps)(driver, inputs)
 
     def forward(cut: Cut, inputs: StepInputs) -> Any:
         if vjp_method != 'multi-step' and has_multi_step_data(inputs.args):
             raise NotImplementedError(needs_multi_step(vjp_method))
 
         def main(args: Any, params: Values, hidden: Values) -> Any:
-            return run(inputs._replace(args=cut(args), params=params, hidden=hidden))
+            stopped = inputs._replace(args=cut(args), params=params, hidden=hidden)
+            return run_forward(driver, stopped)
 
         results, vjp, trace = jax.vjp(main, inputs.args, inputs.params, inputs.hidden, has_aux=True)
+        planes = driver.executor.runner.entry_planes(lax.stop_gradient(results[1]))
+        future = driver.rule.exit_signals(planes, inputs.modulator)
         read = inputs._replace(args=None, hidden={}, others={}, modulator=None)
-        return (results, trace), (read, vjp)
+        return (results, trace), (read, vjp, future)
 
     def backward(residuals: Any, cotangents: Any) -> StepInputs:
-        inputs, vjp = residuals
+        inputs, vjp, future = residuals
         with _named_loops(driver.graph):
             ct_args, ct_params, ct_hidden = vjp(cotangents[0])
         total = GradientSum(driver.graph, inputs.params, ct_params)
+        if future is not None:
+            exits = driver.executor.runner.exit_cotangents(cotangents[0], future)
+            later_args, later_params, _ = vjp(exits)
+            ct_args = jax.tree.map(_added, ct_args, later_args)
+            total.add_plain(later_params)
         planes = driver.rule.entry_signals(driver.executor.runner.entry_planes(ct_hidden))
         if inputs.keep is not None:
             planes = kept(planes, inputs.keep)
         driver.engine.entry_gradients(total, inputs.entry, planes, inputs.elapsed - 1)
         return NO_COTANGENTS._replace(args=ct_args, params=total.result())
 
-    chunk = jax.custom_vjp(run)
+    chunk = jax.custom_vjp(partial(run_forward, driver))
     define_vjp(chunk, forward, backward, lambda operand: operand.args)
     return chunk(inputs)
+
+
+def run_forward(driver: Driver, inputs: StepInputs) -> tuple[Results, Trace]:
+    """The same as plain JAX, which differentiates it as any function."""
+    if not has_multi_step_data(inputs.args):
+        return driver.advance(inputs)
+    in_windows = driver.engine.refuses_windows() is None
+    return (_run_window if in_windows else _run_steps)(driver, inputs)
 
 
 def _run_window(driver: Driver, inputs: StepInputs) -> tuple[Results, Trace]:
@@ -105,6 +118,11 @@ def _keep_of_steps(inputs: StepInputs) -> jax.Array | None:
         return None
     later = jnp.ones((chunk_length(inputs.args) - 1, *inputs.keep.shape), bool)
     return jnp.concatenate([inputs.keep[None], later])
+
+
+def _added(one: Any, other: Any) -> Any:
+    """The sum of two cotangents; those of integers are empty."""
+    return one if one.dtype == jax.dtypes.float0 else one + other
 
 
 def needs_multi_step(vjp_method: str) -> str:

@@ -33,6 +33,9 @@ class Rule(Protocol):
     def entry_signals(self, planes: GroupPlanes) -> GroupPlanes:
         """The same at the start of a chunk that is differentiated in full."""
 
+    def exit_signals(self, planes: GroupPlanes, modulator: Any) -> GroupPlanes | None:
+        """What the future says of the states at the end of such a chunk; None for nothing."""
+
 
 class StepInputs(NamedTuple):
     """All that a step, or a chunk of steps, depends on.

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import saiunit as u
 from jax import lax
 
@@ -178,6 +179,21 @@ class StepRunner:
             for group in self.graph.hidden_groups
         )
 
+    def exit_cotangents(
+        self, results: tuple[PyTree, Values, Values], planes: GroupPlanes
+    ) -> tuple[PyTree, Values, Values]:
+        """Cotangents of a step's results, all zero but for these of hidden states.
+
+        The results, or cotangents of them, are given for their shapes.
+        """
+        out, hidden, others = jax.tree.map(_zero_cotangent, results)
+        for group, own in zip(self.graph.hidden_groups, planes, strict=True):
+            values = join_planes(own, group.widths)
+            for path, value in zip(group.hidden_paths, values, strict=True):
+                (zero,), tree = jax.tree.flatten(hidden[path])
+                hidden[path] = jax.tree.unflatten(tree, [value.astype(zero.dtype)])
+        return out, hidden, others
+
     def flat_states(self, params: Values, hidden: Values, others: Values) -> list[Any]:
         """Values in the order of the compiled states."""
         info = self.graph.module_info
@@ -264,6 +280,15 @@ def split_planes(value: jax.Array, width: int) -> list[jax.Array]:
     return [value[..., plane] for plane in range(width)] if width else [value]
 
 
+def join_planes(planes: Sequence[Any], widths: Sequence[int]) -> list[jax.Array]:
+    """The values of a group's states from all their planes."""
+    left = iter(planes)
+    return [
+        jnp.stack([next(left) for _ in range(width)], -1) if width else next(left)
+        for width in widths
+    ]
+
+
 def group_planes(
     group: HiddenGroup, variables: Sequence[Var], values: Mapping[Var, jax.Array]
 ) -> tuple[Plane, ...]:
@@ -272,6 +297,13 @@ def group_planes(
     for v, width in zip(variables, group.widths, strict=True):
         planes += split_planes(values[v], width) if v in values else [None] * (width or 1)
     return tuple(planes)
+
+
+def _zero_cotangent(a: Any) -> Any:
+    """A cotangent of zeros; that of integers is empty."""
+    if jnp.issubdtype(a.dtype, jnp.inexact):
+        return jnp.zeros_like(a)
+    return np.zeros(a.shape, jax.dtypes.float0)
 
 
 def sum_middle(value: jax.Array, ndim: int) -> jax.Array:

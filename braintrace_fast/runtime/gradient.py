@@ -131,6 +131,19 @@ class GradientSum:
             for path, leaves in self._leaves.items()
         }
 
+    def add_plain(self, gradients: Values) -> None:
+        """Add gradients, by path, to the leaves of parameters that no trace belongs to."""
+        traced = {
+            (way.paths[place], way.leaf_indices[place])
+            for relation in self._relations
+            for way in relation.weight_ways.values()
+            for place in way.traced
+        }
+        for path, value in gradients.items():
+            for index, leaf in enumerate(jax.tree.leaves(value)):
+                if (path, index) not in traced and leaf.dtype != jax.dtypes.float0:
+                    self.add_leaf(path, index, leaf)
+
     def add_leaf(self, path: Any, index: int, gradient: jax.Array) -> None:
         """Add to the gradient of one leaf of a parameter."""
         leaf = self._leaves[path][index]

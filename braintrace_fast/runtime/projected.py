@@ -26,7 +26,7 @@ from ..errors import NotSupportedError
 from ..kernels.planes import Plane, add, times
 from ..kernels.promotion import common_type, promoted
 from .engine import Steps
-from .factors import Entry, GroupPlanes, StepRunner, kept, split_planes
+from .factors import Entry, GroupPlanes, StepRunner, join_planes, kept, split_planes
 from .gradient import GradientSum
 from .links import Link, group_plane, links_of, links_to
 
@@ -266,11 +266,7 @@ class _Move:
 
     def _states(self, planes: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
         """Planes as the values of the group's states."""
-        left = iter(planes)
-        joined = [
-            jnp.stack([next(left) for _ in range(width)], -1) if width else next(left)
-            for width in self.group.widths
-        ]
+        joined = join_planes(planes, self.group.widths)
         return [a.astype(b.dtype) for a, b in zip(joined, like, strict=True)]
 
 

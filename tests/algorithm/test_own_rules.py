@@ -17,6 +17,8 @@ BASES = (
     btf.IODimVjpAlgorithm,
     btf.EProp,
     btf.ThreeFactor,
+    btf.UORO,
+    btf.DNI,
 )
 
 
