@@ -62,6 +62,11 @@ class WeightWay:
         return self._jaxpr.outvars[0].aval.shape
 
     @property
+    def dtype(self) -> Any:
+        """The type of the op's weight."""
+        return self._jaxpr.outvars[0].aval.dtype
+
+    @property
     def is_identity(self) -> bool:
         """Whether the op reads a parameter directly."""
         return not self._jaxpr.eqns

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,87 +9,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .example_rules import ExampleRules
+from .trace_rules import TraceRules, Weights
+
 __all__ = ['ETPPrimitive', 'TraceRules', 'register_primitive']
 
-Weights = dict[str, jax.Array]
 Places = Callable[[dict[str, Any]], dict[str, int]]
 """From the parameters of an equation to the positions of some of its operands, by name."""
-
-
-@dataclass(frozen=True)
-class TraceRules:
-    """How an op's eligibility trace is built, decayed and read.
-
-    A *plane* is an array shaped like the op's output ``y`` (with more leading batch axes than ``y``
-    where an op without input feeds a batched group). A *trace* is a dictionary with one array per
-    trainable input, in the coordinates of the weight as the op receives it, not summed over batch.
-    With ``J = d y / d weight`` at one position, in the notation of the design (section 3), for one
-    state plane:
-
-    ============= ======================================= =================================
-    rule          formula                                 where it is used
-    ============= ======================================= =================================
-    ``outer``     ``plane (x) x = plane * J(x)``          ``f_t (x) x_t``
-    ``outer_sum`` ``sum_t plane_t (x) x_t``               ``sum_t x_t (x) u_t`` of a window
-    ``decay``     ``plane * trace``                       ``D_t e_{t-1}`` and ``P_0 e_0``
-    ``contract``  ``sum_batch plane * trace``             ``L_t D_t e_{t-1}`` and ``nu_1 e_0``
-    ============= ======================================= =================================
-
-    A zero trace has the shapes of ``jax.eval_shape(outer, x, plane)``.
-
-    Parameters
-    ----------
-    outer : Callable
-        ``(x, plane, **params) -> trace``.
-    outer_sum : Callable
-        ``(x, plane, **params) -> trace``, both with a leading time axis that is summed over.
-    decay : Callable
-        ``(plane, trace, **params) -> trace``.
-    contract : Callable
-        ``(plane, trace, **params) -> weights``, arrays shaped like the weights.
-    is_outer : bool
-        Whether ``x`` and plane have the same leading axes, the trace of ``'weight'`` is the outer
-        product of their last ones, and every other entry of the trace is the plane itself: that
-        is what kernels are made for. Planes and traces that are uniform over outputs then have
-        size one in their last axis, which the rules must broadcast.
-    groups : int
-        With ``is_outer``: how many axes (0 or 1) in front of the last ones number groups, each with
-        a weight of its own. All axes in front of them share the weights.
-    entries : Callable, optional
-        ``(**params) -> (rows, cols)``: for an op whose weight has entries ``p`` at some places of
-        a matrix. ``x`` and plane have the same leading axes, the trace of ``'weight'`` is
-        ``x[..., rows[p]] * plane[..., cols[p]]``, decays by ``plane[..., cols[p]]``, and every
-        other entry of the trace is the plane itself: there are kernels for that too.
-    operand, plane_view : Callable, optional
-        ``(x, **params)`` and ``(plane, **params)``: what the rules, and kernels, are given in place
-        of ``x`` and of planes. For an op that is an outer product in other coordinates than its
-        own: after a transposition, say. They take any number of leading axes.
-    keeps_input : bool
-        Whether a plane of the trace that is uniform over positions is kept as a filtered input,
-        and made into a trace where it is read. The input and the output must have their examples
-        in front, the trace of ``'weight'`` must be linear in ``x``, and every other entry the
-        plane itself.
-    weight_view : Callable, optional
-        ``(weights, **params) -> weights``: the weights, those that are given, in the coordinates
-        of the trace. What ``contract`` gives is pulled back through it.
-
-    Notes
-    -----
-    ``params`` are the parameters of the op's equation and its auxiliary operands by name, as
-    everywhere in :class:`ETPPrimitive`.
-    """
-
-    outer: Callable[..., Weights]
-    outer_sum: Callable[..., Weights]
-    decay: Callable[..., Weights]
-    contract: Callable[..., Weights]
-    is_outer: bool = False
-    groups: int = 0
-    entries: Callable[..., tuple[jax.Array, jax.Array]] | None = None
-    keeps_input: bool = False
-    operand: Callable[..., jax.Array] | None = None
-    plane_view: Callable[..., jax.Array] | None = None
-    weight_view: Callable[..., Weights] | None = None
 
 
 class ETPPrimitive(Primitive):
@@ -127,6 +52,15 @@ class ETPPrimitive(Primitive):
         belongs to element ``p`` of its ``y``, both counted in flat order, or -1 if there is none:
         ``d y[p] / d x[sources[p]]`` per ``p``, or zero. It must depend on neither ``x`` nor the
         example; all examples have the same. None in place of a result means that it is not known.
+    example_rules : ExampleRules or None
+        The rules that were registered by the methods below.
+
+    Notes
+    -----
+    Instead of ``weight_vjp`` and ``trace_rules``, rules of braintrace's own form may be registered
+    after the op is made: :meth:`register_xy_to_dw` and :meth:`register_dt_to_t`, or all at once by
+    :meth:`register_etp_rules`. They are called for one example at a time, under ``jax.vmap``: with
+    ``batched=True`` the op's input and output have one axis of examples in front.
     """
 
     forward: Callable[..., jax.Array]
@@ -139,6 +73,7 @@ class ETPPrimitive(Primitive):
     linear_in_x: tuple[str, ...]
     x_total: Callable[..., jax.Array] | None
     diagonal: Callable[..., jax.Array | None] | None
+    example_rules: ExampleRules | None
     _trainable_invars: Places | None
     _aux_invars: Places | None
     _weight_vjp: Callable[..., Weights] | None
@@ -181,6 +116,8 @@ class ETPPrimitive(Primitive):
         dict of jax.Array
             Arrays shaped like ``weights``.
         """
+        if self.example_rules is not None and 'xy_to_dw' in self.example_rules.given:
+            return self.example_rules.weight_vjp(x, cotangent, weights, leading_axes, **params)
         sums_over_all = self.batched or self.x_invar_index is None or leading_axes == 0
         if self._weight_vjp is not None and sums_over_all:
             return self._weight_vjp(x, cotangent, weights, **params)
@@ -198,6 +135,104 @@ class ETPPrimitive(Primitive):
                 forward = jax.vmap(forward, in_axes=(None, 0))
         y, pull_back = jax.vjp(lambda weights: forward(weights, x), weights)
         return pull_back(cotangent.sum(tuple(range(cotangent.ndim - y.ndim))))[0]
+
+    def register_xy_to_dw(self, fn: Callable[..., Weights]) -> None:
+        """Register what a plane makes of the weights, for one example.
+
+        Parameters
+        ----------
+        fn : Callable
+            ``(x, plane, weights, **params) -> {name: plane * d y / d weight}``.
+        """
+        self.register_etp_rules(xy_to_dw=fn)
+
+    def register_dt_to_t(self, fn: Callable[..., Weights]) -> None:
+        """Register how a trace is multiplied by a plane, for one example.
+
+        Parameters
+        ----------
+        fn : Callable
+            ``(plane, trace, **params) -> trace``.
+        """
+        self.register_etp_rules(dt_to_t=fn)
+
+    def register_init_drtrl(self, fn: Callable[..., Any]) -> None:
+        """Take note of what makes a zero trace for D-RTRL; its shape is that of ``xy_to_dw``."""
+        self.register_etp_rules(init_drtrl=fn)
+
+    def register_init_pp(self, fn: Callable[..., Any]) -> None:
+        """Take note of what makes a zero trace for pp-prop; its shape is that of the states."""
+        self.register_etp_rules(init_pp=fn)
+
+    def register_etp_rules(
+        self,
+        *,
+        dt_to_t: Callable[..., Weights] | None = None,
+        xy_to_dw: Callable[..., Weights] | None = None,
+        init_drtrl: Callable[..., Any] | None = None,
+        init_pp: Callable[..., Any] | None = None,
+        fast_path: Any = None,
+        pp_x_repr: Callable[..., jax.Array] | None = None,
+        snap_anchor: Callable[..., bool] | None = None,
+        snap_adjacency: Callable[..., Any] | None = None,
+    ) -> None:
+        """Register several rules; those that are None stay as they are.
+
+        Parameters
+        ----------
+        dt_to_t, xy_to_dw : Callable, optional
+            See :meth:`register_dt_to_t` and :meth:`register_xy_to_dw`.
+        pp_x_repr : Callable, optional
+            ``(x, weight_shapes) -> X``: what the op is linear in, where that is not ``x`` itself,
+            such as the one-hot code of indices. pp-prop smooths it in place of ``x``, and
+            ``xy_to_dw`` is then given it.
+        init_drtrl, init_pp, fast_path : optional
+            Kept in ``example_rules.given`` and not needed: a zero trace has the shape of what
+            ``xy_to_dw`` returns, and a closed form gives the same as the two rules.
+        snap_anchor, snap_adjacency : Callable, optional
+            Kept likewise, for rules that follow influence from position to position.
+
+        Raises
+        ------
+        ValueError
+            If the op has rules of this library's form, or no input.
+
+        Examples
+        --------
+        >>> import braintrace_fast as braintrace, jax.numpy as jnp
+        >>> op = braintrace.register_primitive('docs_mm', lambda x, w: x @ w, batched=True)
+        >>> op.register_etp_rules(
+        ...     xy_to_dw=lambda x, plane, weights: {'weight': jnp.outer(x, plane)},
+        ...     dt_to_t=lambda plane, trace: {'weight': trace['weight'] * plane[None, :]},
+        ... )
+        >>> op.example_rules.missing()
+        []
+        """
+        rules = dict(
+            dt_to_t=dt_to_t,
+            xy_to_dw=xy_to_dw,
+            init_drtrl=init_drtrl,
+            init_pp=init_pp,
+            fast_path=fast_path,
+            pp_x_repr=pp_x_repr,
+            snap_anchor=snap_anchor,
+            snap_adjacency=snap_adjacency,
+        )
+        if self.example_rules is None:
+            _check_takes_example_rules(self)
+            self.example_rules = ExampleRules(self.name, int(self.batched))
+        own = self.example_rules
+        own.given |= {name: rule for name, rule in rules.items() if rule is not None}
+        if 'xy_to_dw' in own.given:
+            self.needs_weights = True
+        self._install_trace_rules()
+
+    def _install_trace_rules(self) -> None:
+        own = self.example_rules
+        if own is not None and not own.missing():
+            self.trace_rules = TraceRules(
+                own.outer, own.outer_sum, own.decay, own.contract, takes_weights=True
+            )
 
 
 def weight_and_bias(params: dict[str, Any]) -> dict[str, int]:
@@ -271,6 +306,7 @@ def register_primitive(
     primitive.linear_in_x = linear_in_x
     primitive.x_total = x_total
     primitive.diagonal = diagonal
+    primitive.example_rules = None
     primitive._trainable_invars = trainable_invars_fn
     primitive._aux_invars = aux_invars_fn
     primitive._weight_vjp = weight_vjp
@@ -289,6 +325,20 @@ def _check_new(name: str, y_outvar_index: int) -> None:
         raise ValueError(
             f'register_primitive: {name!r} has y_outvar_index={y_outvar_index}, expected 0. '
             'An ETP op has one output; return only y from impl_fn.'
+        )
+
+
+def _check_takes_example_rules(primitive: ETPPrimitive) -> None:
+    if primitive.trace_rules is not None or primitive._weight_vjp is not None:
+        raise ValueError(
+            f"{primitive.name!r} has its weight_vjp or trace_rules already, which braintrace's "
+            'rules would take the place of only in part. Register either these or those, with a '
+            'primitive of its own.'
+        )
+    if primitive.x_invar_index is None:
+        raise ValueError(
+            f"{primitive.name!r} has no input x, for which braintrace's rules have no form. Use "
+            'register_primitive(..., trace_rules=TraceRules(...)).'
         )
 
 
@@ -339,10 +389,12 @@ def _install_jax_rules(primitive: ETPPrimitive) -> None:
 
     def batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
         mapped = [i for i, axis in enumerate(axes) if axis is not None]
-        if primitive.batched and mapped == [primitive.x_invar_index]:
+        by_example = primitive.example_rules is not None
+        if (primitive.batched or by_example) and mapped == [primitive.x_invar_index]:
             (i,) = mapped
             inputs = [*args[:i], jnp.moveaxis(args[i], axes[i], 0), *args[i + 1 :]]
-            return primitive.bind(*inputs, **params), 0
+            op = _over_examples(primitive) if by_example else primitive
+            return op.bind(*inputs, **params), 0
         mapped_forward = jax.vmap(functools.partial(forward, **params), in_axes=tuple(axes))
         return mapped_forward(*args), 0
 
@@ -352,6 +404,26 @@ def _install_jax_rules(primitive: ETPPrimitive) -> None:
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(forward, multiple_results=False))
+
+
+@functools.cache
+def _over_examples(primitive: ETPPrimitive) -> ETPPrimitive:
+    """The op with one more axis of examples in front, for rules that see one example."""
+    x_index = primitive.x_invar_index
+
+    def forward(*inputs: Any, **params: Any) -> Any:
+        axes = tuple(0 if i == x_index else None for i in range(len(inputs)))
+        return jax.vmap(functools.partial(primitive.forward, **params), in_axes=axes)(*inputs)
+
+    op = ETPPrimitive(f'{primitive.name}_mapped')
+    for key, value in vars(primitive).items():
+        setattr(op, key, value)
+    op.name, op.forward, op.trace_rules = f'{primitive.name}_mapped', forward, None
+    rules = primitive.example_rules
+    op.example_rules = None if rules is None else rules.with_axis()
+    op._install_trace_rules()
+    _install_jax_rules(op)
+    return op
 
 
 def _moves(tangent: Any) -> bool:

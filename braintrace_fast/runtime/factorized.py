@@ -30,7 +30,7 @@ from .engine import Steps
 from .factors import Entry, GroupPlanes, sum_leading, sum_middle
 from .gradient import GradientSum
 from .links import group_plane, links_of, links_to, x_shape
-from .op_rules import varying_weights
+from .op_rules import varying_weights, weight_shapes
 from .trace_planes import direct_ops
 
 __all__ = ['FactorizedEngine']
@@ -75,6 +75,13 @@ class FactorizedEngine:
         self.relations = list(graph.hidden_param_op_relations)
         self.links = links_of(graph)
         self.direct = direct_ops(graph)
+        for relation in self.relations:
+            rules = relation.primitive.example_rules
+            if rules and 'pp_x_repr' in rules.given and 'xy_to_dw' not in rules.given:
+                raise NotSupportedError(
+                    f'{relation.source}: {relation.primitive} has a pp_x_repr, and no rule that '
+                    'takes what it gives. Register one by register_xy_to_dw(...).'
+                )
         varying = self.refuses_windows()
         if chunks and varying is not None:
             raise NotSupportedError(
@@ -244,7 +251,8 @@ class FactorizedEngine:
                 total.add_product(op, x_start, left, only=linear.__contains__)
         else:
             past = None if x_start is None else self.decay_x * x_start
-            xhat = smooth(x.astype(_inexact(x)), past, self.decay_x, backend=self.backend)[1]
+            X = _represented(self.relations[op], x)
+            xhat = smooth(X.astype(_inexact(X)), past, self.decay_x, backend=self.backend)[1]
             total.add_product(op, xhat, read, leading_axes=1)
             total.add_product(op, x, now, leading_axes=1)
 
@@ -313,14 +321,25 @@ def _total_x(relation: HiddenParamOpRelation, x: jax.Array, scales: jax.Array) -
     """``sum_t scales[t] x_t``, or the same of that in which the op's gradients are linear."""
     if relation.primitive.x_total is not None:
         return relation.primitive.x_total(x, scales, **relation.rule_params)
-    return jnp.tensordot(scales, x.astype(scales.dtype), 1, precision='highest')
+    X = _represented(relation, x)
+    return jnp.tensordot(scales, X.astype(scales.dtype), 1, precision='highest')
 
 
 def _step_x(relation: HiddenParamOpRelation, x: jax.Array) -> jax.Array:
     """What a step adds to ``xhat``."""
     if relation.primitive.x_total is not None:
         return _total_x(relation, x[None], jnp.ones(1, relation.y_var.aval.dtype))
-    return x.astype(_inexact(x))
+    X = _represented(relation, x[None])[0]
+    return X.astype(_inexact(X))
+
+
+def _represented(relation: HiddenParamOpRelation, x: jax.Array) -> jax.Array:
+    """What is smoothed of the inputs of a window, for an op whose ``pp_x_repr`` says so."""
+    rules = relation.primitive.example_rules
+    if rules is None or 'pp_x_repr' not in rules.given:
+        return x
+    shapes = weight_shapes(relation)
+    return jax.vmap(lambda x: rules.given['pp_x_repr'](x, shapes))(x)
 
 
 def _inexact(x: Any) -> Any:

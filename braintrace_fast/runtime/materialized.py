@@ -28,7 +28,7 @@ from .engine import FactorTransform, Steps
 from .factors import Entry, Factors, GroupPlanes, Signals, sum_middle
 from .gradient import GradientSum, slopes_of
 from .links import Link, group_plane, links_of, links_to, x_shape
-from .op_rules import bound_rules, operand, plane_views, varying_weights
+from .op_rules import bound_rules, lacking_rules, operand, plane_views, varying_weights
 from .trace_planes import direct_ops, trace_planes
 from .trace_room import too_large
 
@@ -115,14 +115,7 @@ class MaterializedEngine:
 
     def refuses_carry(self) -> str | None:
         """Ops without trace rules are refused, and traces that there is no room for."""
-        for relation in self.relations:
-            if relation.primitive.trace_rules is None:
-                return (
-                    f'{relation.source}: {relation.primitive} has no trace rules, so its trace '
-                    'cannot be carried from step to step. Register them with '
-                    "register_primitive(trace_rules=...), or use etrace_grad(..., trace='fresh')."
-                )
-        return self.too_large
+        return lacking_rules(self.relations) or self.too_large
 
     def refuses_restarts(self) -> None:
         """Nothing is refused."""
@@ -146,7 +139,7 @@ class MaterializedEngine:
         new = []
         for link in self.links:
             slopes = slopes_of(link.relation, step.params, factors.varying[link.op])
-            rules = bound_rules(link.relation, slopes)
+            rules = bound_rules(link.relation, slopes, step.params)
             D, f = factors.D[link.group.index], factors.f[link.index]
             x, old = factors.x[link.op], entry.trace[link.index]
             options: Any = dict(
@@ -291,7 +284,8 @@ class MaterializedEngine:
         entry = _entry(steps)
         new = []
         for link in self.links:
-            rules, x = bound_rules(link.relation), factors.x[link.op]
+            rules = bound_rules(link.relation, values=steps.params)
+            x = factors.x[link.op]
             P, u = adjoint.P[link.group.index], adjoint.u[link.index]
             nu, old = adjoint.nu[link.group.index], entry.trace[link.index]
             inputs = self._inputs(link, old, entry.live)

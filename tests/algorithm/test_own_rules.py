@@ -59,3 +59,34 @@ def test_a_rule_may_replace_the_signals():
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, 2 * b, rtol=1e-6)
         assert np.any(b)
+
+
+class Recording(btf.D_RTRL):
+    """Overrides what braintrace's own documentation lets a rule add to: states of its own."""
+
+    def init_etrace_state(self, *args):
+        super().init_etrace_state(*args)
+        self.calls = brainstate.ShortTermState(jnp.zeros((), int))
+
+    def reset_state(self, batch_size=None, **kwargs):
+        super().reset_state(batch_size, **kwargs)
+        self.calls.value = jnp.zeros((), int)
+
+    def update(self, *args, **kwargs):
+        self.calls.value = self.calls.value + 1
+        return super().update(*args, **kwargs)
+
+    def get_etrace_of(self, weight):
+        return {'mine': super().get_etrace_of(weight)}
+
+
+def test_a_rule_may_have_states_of_its_own():
+    cell = btf.nn.ValinaRNNCell(3, 4, activation='tanh')
+    learner = btf.compile(cell, Recording, jnp.ones(3))
+    learner.etrace_evolve(jnp.ones((5, 3)))
+    learner(jnp.ones(3))
+    assert int(learner.calls.value) == 6
+    (trace,) = learner.get_etrace_of(cell.W.weight).values()
+    assert all(np.any(a) for a in jax.tree.leaves(trace))
+    learner.reset_state()
+    assert int(learner.calls.value) == 0 == int(learner.running_index.value)

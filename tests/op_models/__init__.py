@@ -7,9 +7,10 @@ from tests.op_models import (
     grouped_matmul,
     lora_matmul,
     matmul,
+    registered,
     sparse_matmul,
 )
 from tests.op_models.model import OpModel
 
-MODULES = conv, einsum, embedding, grouped_matmul, lora_matmul, matmul, sparse_matmul
+MODULES = conv, einsum, embedding, grouped_matmul, lora_matmul, matmul, registered, sparse_matmul
 OP_MODELS: dict[str, OpModel] = {model.name: model for module in MODULES for model in module.MODELS}
