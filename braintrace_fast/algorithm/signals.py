@@ -182,7 +182,10 @@ def _replaced(
     """Other signals, with which an op is reached by way of hidden states alone."""
     by_op: list[list[Plane]] = [[] for _ in signals.c]
     for link in links_of(graph):
-        by_op[link.op] += map(times, factors.f[link.index], L[link.group.index])
+        own = L[link.group.index]
+        if link.relation.substeps:
+            own = tuple(None if plane is None else plane[None] for plane in own)
+        by_op[link.op] += map(times, factors.f[link.index], own)
     c = []
     for old, new in zip(signals.c, map(add, by_op), strict=True):
         c.append(jnp.zeros_like(old) if new is None else sum_leading(new, old.ndim))

@@ -8,7 +8,8 @@ is read off the derivative of a primitive without a rule. :mod:`.positions` says
 is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,7 +21,20 @@ from .positions import MIXED, Alignment, Entry, Outcome, identity_alignment, joi
 from .primitives import ELEMENTWISE, MIXING, NO_DERIVATIVE, is_inexact, passes_derivative
 from .shape_rules import KEEP_PINS, SHAPE_RULES, Rule, elementwise, with_pins
 
-__all__ = ['align_results', 'through']
+__all__ = ['align_results', 'fixpoint_limit', 'through']
+
+
+_fixpoint_limit: ContextVar[int] = ContextVar('fixpoint_limit', default=64)
+
+
+@contextmanager
+def fixpoint_limit(limit: int) -> Iterator[None]:
+    """Look through the body of a loop so many times at most."""
+    token = _fixpoint_limit.set(limit)
+    try:
+        yield
+    finally:
+        _fixpoint_limit.reset(token)
 
 
 _being_derived: ContextVar[frozenset[Any]] = ContextVar('being_derived', default=frozenset())
@@ -116,14 +130,18 @@ def _while(eqn: JaxprEqn, operands: Sequence[Alignment | None]) -> list[Outcome]
 def _fixpoint(
     body: Any, consts: Sequence[Outcome], carry: Sequence[Outcome], slices: Sequence[Outcome]
 ) -> tuple[list[Outcome], list[Outcome]]:
-    """The carry and the collected results of a loop, repeated until nothing changes."""
-    while True:
+    """The carry and the collected results of a loop, repeated until nothing changes.
+
+    If that takes too long, all is mixed.
+    """
+    for _ in range(_fixpoint_limit.get()):
         results = through(body, [*consts, *carry, *slices])
         pairs = zip(carry, results[: len(carry)], strict=True)
         joined = [join(pair) for pair in pairs]
         if joined == list(carry):
             return joined, results[len(carry) :]
         carry = joined
+    return [MIXED] * len(carry), [MIXED] * (len(open_jaxpr(body)[0].outvars) - len(carry))
 
 
 def through(closed: Any, operands: Sequence[Outcome]) -> list[Outcome]:

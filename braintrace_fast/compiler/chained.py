@@ -83,7 +83,7 @@ def transition_of(
             ys,
             group.widths,
             [(*row, *(columns[y][s] for y in ys)) for s, row in enumerate(D)],
-            [y.aval.ndim < len(group.varshape) for y in ys],
+            [len(flow.sources[y].shape) < len(group.varshape) for y in ys],
         )
 
     first = part([y for y in columns if y not in chained], group.pattern)

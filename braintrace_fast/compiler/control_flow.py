@@ -1,8 +1,9 @@
 """A step's jaxpr, flattened: calls inlined, and control flow opened where a traced op is inside.
 
 ``jit``, ``remat``/``checkpoint`` and closed calls are always inlined. ``cond`` and ``scan`` are
-opened only when an ETP op is inside (a ``cond`` becomes both branches and a ``select_n``, a
-``scan`` is unrolled); all others stay as they are, since later passes look into them.
+opened only when an ETP op is inside (a ``cond`` becomes both branches and a ``select_n``, a short
+``scan`` is unrolled, a long one divided by :mod:`.descent`); all others stay as they are, since
+later passes look into them.
 ``custom_jvp`` and ``custom_vjp`` calls are never opened: their rule is the derivative that the
 user asked for. A slice, an update or a ``scatter`` at a fixed index is taken apart, so that its
 positions are known.
@@ -35,12 +36,20 @@ from .._compat import (
     struct,
 )
 from ..op import ETPPrimitive
+from .descent import Descent, plan_descent
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .liveness import needed_equations
 from .primitives import CUSTOM_RULES, INLINED_CALLS, is_inexact
 from .scatter import SCATTERS, scatter_in_pieces, update_in_pieces
 
-__all__ = ['ControlFlowPolicy', 'contains_etp_op', 'flatten', 'has_body', 'has_while']
+__all__ = [
+    'ControlFlowPolicy',
+    'contains_etp_op',
+    'flatten',
+    'flatten_step',
+    'has_body',
+    'has_while',
+]
 
 FOLDED: dict[str, Callable[..., np.ndarray]] = {
     'add': lambda params, a, b: a + b,
@@ -52,6 +61,9 @@ FOLDED: dict[str, Callable[..., np.ndarray]] = {
 }
 """The primitives by which JAX computes indices, as functions of small arrays."""
 LARGEST_INDEX = 8
+
+LONGEST_UNROLLED = 256
+"""The longest scan that is unrolled beyond the policy's limit because it cannot be divided."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +77,28 @@ class ControlFlowPolicy:
         derivative of a branch that is only safe when taken (a guarded ``sqrt``, say) may then be
         NaN; keep the op out of such a ``cond``, or use ``'opaque'``.
     scan_unroll_limit : int
-        The longest ``scan`` with an ETP op inside that is unrolled.
+        The longest ``scan`` with an ETP op inside that is unrolled, so that every iteration has an
+        op and a trace of its own.
     while_hidden : {'opaque-fwd', 'error'}
         A ``while`` without weights through which a hidden state passes has no reverse mode; with
         ``'opaque-fwd'`` its Jacobian is taken in forward mode.
     etp_in_control_flow : {'error', 'exclude'}
         An ETP op that remains inside control flow cannot be traced: refuse the model, or leave the
         op to the ordinary gradient of the step, with a diagnostic.
+    scan_descent : {'auto', 'off'}
+        What to do with a longer ``scan`` with an ETP op inside. With ``'auto'`` its iterations are
+        substeps of the model, which share one op and one trace. Where that is not possible (the
+        weight is sliced by the iteration, say), it is unrolled all the same. With ``'off'`` it is
+        kept as it is, and ``etp_in_control_flow`` decides.
+    fixpoint_iteration_limit : int
+        How often the body of a loop is looked through, at most, until what is known of the
+        positions of its carry no longer changes. A loop that takes longer counts as one that mixes
+        positions.
+
+    Raises
+    ------
+    ValueError
+        If an option has another value.
 
     Examples
     --------
@@ -84,12 +111,15 @@ class ControlFlowPolicy:
     scan_unroll_limit: int = 16
     while_hidden: str = 'opaque-fwd'
     etp_in_control_flow: str = 'error'
+    scan_descent: str = 'auto'
+    fixpoint_iteration_limit: int = 64
 
     def __post_init__(self) -> None:
         choices = {
             'cond': ('convert', 'opaque'),
             'while_hidden': ('opaque-fwd', 'error'),
             'etp_in_control_flow': ('error', 'exclude'),
+            'scan_descent': ('auto', 'off'),
         }
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
@@ -97,6 +127,11 @@ class ControlFlowPolicy:
                     f'ControlFlowPolicy({field}={getattr(self, field)!r}) is not known; '
                     f'choose one of {allowed}.'
                 )
+        limit = self.fixpoint_iteration_limit
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ValueError(
+                f'ControlFlowPolicy(fixpoint_iteration_limit={limit!r}): expected a positive int.'
+            )
 
 
 def _inside(eqn: JaxprEqn, test: Callable[[JaxprEqn], bool]) -> bool:
@@ -139,8 +174,24 @@ def flatten(closed: ClosedJaxpr, policy: ControlFlowPolicy, opens_ops: bool = Fa
     Variables of the given jaxpr keep their identity; those of inlined bodies are renamed, because
     JAX shares one body between all its call sites.
     """
+    return _flattened(closed, _Flattener(policy, opens_ops))
+
+
+def flatten_step(
+    closed: ClosedJaxpr, policy: ControlFlowPolicy
+) -> tuple[ClosedJaxpr, dict[Var, int]]:
+    """As :func:`flatten`, with the outputs of ops that all substeps of a scan share.
+
+    They have an axis of substeps in front, and are given with its length.
+    """
+    flattener = _Flattener(policy, opens_ops=False)
+    flat = _flattened(closed, flattener)
+    made = {v for eqn in open_jaxpr(flat)[0].eqns for v in eqn.outvars}
+    return flat, {y: length for y, length in flattener.substeps.items() if y in made}
+
+
+def _flattened(closed: ClosedJaxpr, flattener: '_Flattener') -> ClosedJaxpr:
     jaxpr, consts = open_jaxpr(closed)
-    flattener = _Flattener(policy, opens_ops)
     flattener.constants.update(zip(jaxpr.constvars, consts, strict=True))
     env: dict[Var, Atom] = {}
     flattener.equations(jaxpr.eqns, env)
@@ -165,6 +216,7 @@ class _Flattener:
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[Var, Any] = {}
         self.indices: dict[Var, np.ndarray] = {}
+        self.substeps: dict[Var, int] = {}
 
     def equations(
         self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], outer: JaxprEqn | None = None
@@ -231,7 +283,7 @@ class _Flattener:
         if name == 'cond' and contains_etp_op(eqn):
             return self.convert_cond(eqn, operands)
         if name == 'scan' and contains_etp_op(eqn):
-            return self.unroll_scan(eqn, operands)
+            return self.open_scan(eqn, operands)
         if name in SCATTERS:
             array, index, update = operands
             known = self.known([index])
@@ -259,7 +311,8 @@ class _Flattener:
         branches = eqn.params['branches']
         if self.policy.cond == 'opaque' or eqn.effects:
             reason = 'it has side effects' if eqn.effects else "the policy says cond='opaque'"
-            _note(DiagnosticKind.COND_CONVERSION_SKIPPED, eqn, f'a cond is kept because {reason}')
+            message = f'a cond is kept because {reason}'
+            _note(DiagnosticKind.COND_CONVERSION_SKIPPED, eqn, message, DiagnosticLevel.WARNING)
             return None
         index, *inputs = operands
         cases = [self.inline(eqn, branch, inputs) for branch in branches]
@@ -270,14 +323,81 @@ class _Flattener:
         )
         return [self.call(eqn, lax.select_n, index, *case) for case in zip(*cases, strict=True)]
 
-    def unroll_scan(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
+    def open_scan(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
+        """Unroll a scan or divide it, or keep it."""
         length, limit = eqn.params['length'], self.policy.scan_unroll_limit
-        if not 0 < length <= limit or eqn.effects:
-            reason = (
-                'it has side effects' if eqn.effects else f'{length} steps are not 1 to {limit}'
-            )
-            _note(DiagnosticKind.SCAN_UNROLL_SKIPPED, eqn, f'a scan is kept because {reason}')
-            return None
+        if 0 < length <= limit and not eqn.effects:
+            return self.unroll_scan(eqn, operands)
+        keeps = eqn.effects or not length or self.policy.scan_descent == 'off'
+        reason = 'it has side effects' if eqn.effects else f'{length} steps are not 1 to {limit}'
+        _note(
+            DiagnosticKind.SCAN_UNROLL_SKIPPED,
+            eqn,
+            f'a scan is {"kept" if keeps else "not unrolled"} because {reason}',
+            DiagnosticLevel.WARNING if keeps else DiagnosticLevel.INFO,
+        )
+        return None if keeps else self.descend(eqn, operands)
+
+    def descend(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom] | None:
+        """Divide a long scan, so that its iterations share their ops; or else unroll it."""
+        length = eqn.params['length']
+        body, inner = flatten_step(eqn.params['jaxpr'], self.policy)
+        plan = 'there is another one inside' if inner else plan_descent(eqn, body)
+        if isinstance(plan, Descent):
+            results = self.divided(plan, operands)
+            kind = DiagnosticKind.SCAN_DESCENT_APPLIED
+            message = f'the {length} iterations of a scan are substeps, which share their ops'
+            if not plan.traced:
+                kind = DiagnosticKind.SCAN_DESCENT_NO_RELATIONS
+                message = f'no op inside a scan of {length} steps drives what it carries'
+            _note(kind, eqn, message)
+            return results
+        unrolls = length <= LONGEST_UNROLLED
+        _note(
+            DiagnosticKind.SCAN_DESCENT_SKIPPED,
+            eqn,
+            f'the {length} iterations of a scan are not made substeps because {plan}; it is '
+            + ('unrolled' if unrolls else 'kept'),
+            DiagnosticLevel.INFO if unrolls else DiagnosticLevel.WARNING,
+        )
+        return self.unroll_scan(eqn, operands) if unrolls else None
+
+    def divided(self, plan: Descent, operands: list[Atom]) -> list[Atom]:
+        """The results of a scan that is divided."""
+        eqn, count = plan.eqn, len(plan.xs) + len(plan.mixed)
+        results: list[Any] = [None] * len(eqn.outvars)
+        if plan.recurs:
+            given = self.calls(eqn, partial(plan.first, results_only=False), operands)
+            given, rest = given[:count], given[count:]
+        else:
+            given = self.calls(eqn, plan.inputs, operands)
+            rest = self.calls(eqn, partial(plan.first, results_only=True), operands)
+        outputs: list[Atom] = []
+        fixed: list[Atom] = []
+        inputs = iter(given)
+        for op in plan.ops:
+            weights = self.calls(eqn, partial(plan.weights, op), operands)
+            place = op.primitive.x_invar_index
+            if place is not None:
+                weights.insert(place, next(inputs))
+            y = self.call(op, partial(op.primitive.bind, **op.params), *weights)
+            (fixed if place is None else outputs).append(y)
+            if place is not None:
+                self.substeps[y] = plan.length
+        carried = self.calls(eqn, plan.transition, operands, [*outputs, *inputs], fixed)
+        for places, values in ((plan.results, rest), (plan.traced, carried)):
+            for place, value in zip(places, values, strict=True):
+                results[place] = value
+        return results
+
+    def calls(self, outer: JaxprEqn, fun: Callable[..., Any], *operands: list[Atom]) -> list[Atom]:
+        """Emit the equations of a function of lists of operands, for an ``outer`` one."""
+        closed = jax.make_jaxpr(fun)(*([struct(v) for v in own] for own in operands))
+        return self.inline(outer, closed, [v for own in operands for v in own])
+
+    def unroll_scan(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+        """Every iteration on its own."""
+        length = eqn.params['length']
         num_consts, num_carry = scan_split(eqn)
         consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
         sequences = operands[num_consts + num_carry :]
@@ -316,12 +436,16 @@ def _stack(*ys: jax.Array) -> jax.Array:
     return lax.concatenate([lax.expand_dims(y, (0,)) for y in ys], 0)
 
 
-def _note(kind: DiagnosticKind, eqn: JaxprEqn, message: str) -> None:
-    skipped = kind in (DiagnosticKind.COND_CONVERSION_SKIPPED, DiagnosticKind.SCAN_UNROLL_SKIPPED)
+def _note(
+    kind: DiagnosticKind,
+    eqn: JaxprEqn,
+    message: str,
+    level: DiagnosticLevel = DiagnosticLevel.INFO,
+) -> None:
     line = source_line(eqn)
     emit(
         kind,
-        DiagnosticLevel.WARNING if skipped else DiagnosticLevel.INFO,
+        level,
         f'{line}: {message}.',
         primitive=eqn.primitive,
         context={'source': line},

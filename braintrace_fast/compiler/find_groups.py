@@ -10,6 +10,7 @@ from brainstate import HiddenGroupState
 from .._compat import JaxprEqn, Var, source_line
 from .._typing import Path
 from ..op import ETPPrimitive
+from .alignment import fixpoint_limit
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .flow import Flow, Source
 from .hidden_group import HiddenGroup
@@ -35,8 +36,10 @@ def step_flow(minfo: ModuleInfo, scope: Scope | None = None) -> Flow:
     for eqn in minfo.jaxpr.eqns:
         if isinstance(eqn.primitive, ETPPrimitive):
             y = eqn.outvars[eqn.primitive.y_outvar_index]
-            sources[y] = Source(y.aval.shape, may_be_shared=True)
-    return Flow(minfo.jaxpr.eqns, sources, minfo.hidden_outvar_to_invar, scope)
+            front = int(y in minfo.substeps)
+            sources[y] = Source(y.aval.shape[front:], may_be_shared=True, front=front)
+    with fixpoint_limit(minfo.control_flow.fixpoint_iteration_limit):
+        return Flow(minfo.jaxpr.eqns, sources, minfo.hidden_outvar_to_invar, scope)
 
 
 def find_hidden_groups_from_minfo(

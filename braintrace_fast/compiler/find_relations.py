@@ -127,6 +127,12 @@ class _Finder:
             return []
         _check_real(eqn, y, ways)
         relation = self.relation(eqn, y, ways, cuts)
+        if relation.substeps and not relation.is_static:
+            raise NotSupportedError(
+                f'{relation.source}: the weight {relation.path} varies in time, and is used inside '
+                f'a scan of {relation.substeps} iterations. Raise '
+                'ControlFlowPolicy(scan_unroll_limit=...) to as many, or keep the weight fixed.'
+            )
         self.explainer.included(relation, cuts)
         return [relation]
 
@@ -189,10 +195,11 @@ class _Finder:
             y_to_hidden_group_constvars=[tail.constvars for tail in tails],
             f_patterns=[self.f_pattern(y, group) for group in groups],
             is_position_wise=all(map(is_product, mixers)),
-            is_shared=y.aval.ndim < len(groups[0].varshape),
+            is_shared=y.aval.ndim - (y in self.minfo.substeps) < len(groups[0].varshape),
             weight_ways=ways,
             source=source_line(eqn),
             aux=aux_values(self.minfo, eqn),
+            substeps=self.minfo.substeps.get(y, 0),
             fixed_ways={k: way for k, way in self.fixed_ways(eqn, ways).items() if way is not None},
             **self.trainable_fields(eqn, ways),
         )

@@ -53,12 +53,14 @@ class Source(NamedTuple):
     """What a source's positions are: its shape, less any state axis.
 
     A source that may be shared has fewer (leading) axes than the states that it reaches. With
-    ``plane``, the source is one plane of a state with several along its last axis.
+    ``plane``, the source is one plane of a state with several along its last axis. It may have
+    axes of its own in ``front``, along which every index has all positions.
     """
 
     shape: tuple[int, ...]
     may_be_shared: bool = False
     plane: int | None = None
+    front: int = 0
 
 
 class Slice(NamedTuple):
@@ -153,8 +155,9 @@ class Flow:
         return None if dependence is None else dependence.alignment
 
     def _itself(self, source: Var) -> Dependences:
-        shape, _, plane = self.sources[source]
-        return {source: Dependence(identity_alignment(source.aval.shape, len(shape), plane))}
+        shape, _, plane, front = self.sources[source]
+        own = identity_alignment(source.aval.shape[front:], len(shape), plane)
+        return {source: Dependence((*[None] * front, *own))}
 
     def _line_up(self, source: Var, target: Var, index: int, old: Dependence) -> Dependence:
         """Cut a dependence whose positions do not correspond one to one at a new hidden state."""

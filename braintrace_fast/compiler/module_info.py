@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._compat import ClosedJaxpr, Jaxpr, Literal, Var, build_closed_jaxpr, open_jaxpr
 from .._typing import Path, PyTree
-from .control_flow import ControlFlowPolicy, flatten
+from .control_flow import ControlFlowPolicy, flatten_step
 from .environment import CHANGING, Environment, EnvironmentValues
 from .own_variables import check_same_types, give_own_variables, note_old_values
 from .pretty import pretty
@@ -59,6 +59,8 @@ class ModuleInfo(NamedTuple):
         and of its results and states.
     environment : Environment
         What the step reads of brainstate's environment. Its inputs come before the arguments.
+    substeps : dict
+        The outputs of ops that all substeps of a scan share, with the number of substeps.
 
     Examples
     --------
@@ -90,6 +92,7 @@ class ModuleInfo(NamedTuple):
     in_tree: Any = None
     out_tree: Any = None
     environment: Environment = Environment()
+    substeps: dict[Var, int] = {}
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -258,11 +261,12 @@ def extract_module_info(
     """
     policy = ControlFlowPolicy() if control_flow is None else control_flow
     traced = trace_step(model, model_args, model_kwargs, environ_inputs)
-    closed = flatten(traced.closed_jaxpr, policy)
+    closed, substeps = flatten_step(traced.closed_jaxpr, policy)
     jaxpr = open_jaxpr(closed)[0]
     old, new = traced.hidden_by_path(jaxpr.invars), traced.hidden_by_path(jaxpr.outvars)
     note_old_values(old, new, jaxpr.eqns)
-    return _with_tables(traced, give_own_variables(closed, traced.hidden_places), policy)
+    info = _with_tables(traced, give_own_variables(closed, traced.hidden_places), policy)
+    return info._replace(substeps=substeps)
 
 
 def _with_tables(traced: TracedStep, closed: ClosedJaxpr, policy: ControlFlowPolicy) -> ModuleInfo:

@@ -43,7 +43,7 @@ def _check_ops(explainer: Explainer, ways: WeightWays, eqn: JaxprEqn) -> None:
     else:
         kind = DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW
         advice = 'Move the op out of it' + {
-            'scan': ', or raise ControlFlowPolicy(scan_unroll_limit=...).',
+            'scan': ", keep ControlFlowPolicy(scan_descent='auto'), or raise scan_unroll_limit.",
             'cond': ", or keep ControlFlowPolicy(cond='convert').",
         }.get(name, '.')
         if explainer.minfo.control_flow.etp_in_control_flow == 'error':

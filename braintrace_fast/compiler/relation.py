@@ -60,6 +60,9 @@ class HiddenParamOpRelation(NamedTuple):
         The values of the op's auxiliary inputs, by name.
     fixed_ways : dict
         As ``weight_ways``, of inputs that are not trained, if the op's rules need their values.
+    substeps : int
+        How many substeps of a scan share the op, whose ``x`` and ``y`` then have an axis of them in
+        front; 0 outside of scans.
     """
 
     primitive: Primitive
@@ -83,6 +86,7 @@ class HiddenParamOpRelation(NamedTuple):
     source: str = ''
     aux: dict[str, jax.Array] = {}
     fixed_ways: dict[str, WeightWay] = {}
+    substeps: int = 0
 
     @property
     def x(self) -> Var | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._typing import Path
 from ..compiler import HiddenParamOpRelation
 from ..runtime.factors import Values, per_example
-from ..runtime.links import shared_axes
+from ..runtime.links import shared_axes, x_shape
 
 __all__ = ['restart']
 
@@ -69,6 +69,7 @@ def restart(
 
 def _axes_of_examples(relation: HiddenParamOpRelation) -> float:
     """How many axes in front of an op's output number examples; any, if all examples share it."""
-    y = relation.y_var.aval.shape
+    y = relation.y_var.aval.shape[bool(relation.substeps) :]
     own = any(group.varshape == y for group in relation.hidden_groups)
-    return shared_axes(relation.x_var.aval.shape, y[:-1]) if own and relation.x_var else math.inf
+    x = x_shape(relation)
+    return shared_axes(x.shape, y[:-1]) if own and x is not None else math.inf

@@ -11,6 +11,12 @@ paths of the step that pass no hidden state. Over a window, with ``s_t = fhat_t[
     back_t               = a_x back_{t+1} + s_t
 
 so both products are one, and inputs are not smoothed.
+
+Where ``n`` substeps of a scan share an op, time is counted in substeps. Since the loss reads the
+states after the last of them, ``f_t[l]`` being the derivatives of those,
+
+    xhat_t    = a_x^n xhat_{t-1} + sum_l a_x^(n-1-l) x_t[l]
+    fhat_t[s] = a_f^n D_t[s,q] fhat_{t-1}[q] + (1 - a_f) sum_l a_f^(n-1-l) f_t[s][l]
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +32,11 @@ from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.factored_trace import factored_trace, smooth
 from ..kernels.planes import Plane, add, times
+from .adjoint import in_one_axis
 from .engine import Steps
 from .factors import Entry, GroupPlanes, sum_leading, sum_middle
 from .gradient import GradientSum
-from .links import group_plane, links_of, links_to, x_shape
+from .links import Link, group_plane, links_of, links_to, x_shape
 from .op_rules import varying_weights, weight_shapes
 from .trace_planes import direct_ops
 
@@ -125,24 +132,52 @@ class FactorizedEngine:
         """The trace after a step."""
         (xs, fs), factors = self._entry_trace(step), step.factors
         new_xs = tuple(
-            None if old is None or x is None else self.decay_x * old + _step_x(relation, x)
+            self._last_x(relation, x, old)
+            if relation.substeps
+            else None
+            if old is None or x is None
+            else self.decay_x * old + _step_x(relation, x)
             for relation, old, x in zip(self.relations, xs, factors.x, strict=True)
         )
         return new_xs, tuple(
-            self._advance_planes(fs[link.index], factors.D[link.group.index], factors.f[link.index])
+            self._advance_planes(
+                fs[link.index],
+                factors.D[link.group.index],
+                self._total_f(link.relation, factors.f[link.index], 0),
+                self.decay_f ** max(link.relation.substeps, 1),
+            )
             for link in self.links
         )
 
+    def _total_f(
+        self, relation: HiddenParamOpRelation, f: Sequence[Plane], axis: int
+    ) -> Sequence[Plane]:
+        """``f``, summed over substeps as far as they are forgotten at the end of a step."""
+        n, a = relation.substeps, self.decay_f
+        if not n:
+            return f
+        scales = a ** np.arange(n - 1, -1, -1) * ((1 - a) / (1 - a**n))
+
+        def total(plane: jax.Array) -> jax.Array:
+            own = jnp.asarray(scales, plane.dtype)
+            return jnp.tensordot(plane, own, ((axis,), (0,)), precision='highest')
+
+        return [None if plane is None else total(plane) for plane in f]
+
     def _advance_planes(
-        self, old: Sequence[jax.Array], D: Sequence[Sequence[Plane]], f: Sequence[Plane]
+        self,
+        old: Sequence[jax.Array],
+        D: Sequence[Sequence[Plane]],
+        f: Sequence[Plane],
+        decay: float,
     ) -> tuple[jax.Array, ...]:
         new = []
         for s, row in enumerate(D):
             past, now = add(map(times, row, old)), f[s]
             total = add(
                 [
-                    None if past is None else self.decay_f * past,
-                    None if now is None else (1 - self.decay_f) * now,
+                    None if past is None else decay * past,
+                    None if now is None else (1 - decay) * now,
                 ]
             )
             new.append(jnp.zeros_like(old[s]) if total is None else total)
@@ -157,10 +192,11 @@ class FactorizedEngine:
             c = signals.c[op]
             signal = self._weighted(op, fs, signals.L)
             if signal is not None:
-                signal = sum_leading(signal / self.bias(step.elapsed, signal.dtype), c.ndim)
+                bias = self.bias(step.elapsed, signal.dtype, relation.substeps)
+                signal = sum_leading(signal / bias, c.ndim)
                 total.add_product(op, xs[op], signal, factors.varying[op])
             if self.direct[op] or not relation.is_static:
-                total.add_present(op, factors, c, self._weighted(op, factors.f, signals.L))
+                total.add_present(op, factors, c, self._in_trace(op, factors.f, signals.L, 0))
         self._add_entry(total, step.entry, signals.R, step.elapsed - 1, factors.varying)
 
     def entry_gradients(
@@ -181,9 +217,8 @@ class FactorizedEngine:
         for op, relation in enumerate(self.relations):
             signal = self._weighted(op, fs, signals)
             if signal is not None:
-                signal = sum_leading(
-                    signal / self.bias(elapsed, signal.dtype), relation.y_var.aval.ndim
-                )
+                bias = self.bias(elapsed, signal.dtype, relation.substeps)
+                signal = sum_leading(signal / bias, relation.y_var.aval.ndim)
                 total.add_product(op, xs[op], signal, varying[op])
 
     def _weighted(self, op: int, planes: LinkPlanes, by: GroupPlanes) -> Plane:
@@ -195,6 +230,12 @@ class FactorizedEngine:
             for plane in map(times, planes[link.index], by[link.group.index])
         )
 
+    def _in_trace(self, op: int, f: LinkPlanes, L: GroupPlanes, axis: int) -> Plane:
+        """``sum_s f[s] L[s]``, where ``f`` may have an axis of substeps at that place."""
+        if self.relations[op].substeps:
+            L = jax.tree.map(lambda plane: jnp.expand_dims(plane, axis), L)
+        return self._weighted(op, f, L)
+
     def window(
         self, total: GradientSum | None, steps: Steps, overwrite: bool = True
     ) -> Trace | None:
@@ -203,24 +244,24 @@ class FactorizedEngine:
         ends: list[Any] = list(fs)
         smoothed: list[Any] = list(fs)
         for group in self.graph.hidden_groups:
-            links = links_to(self.links, group)
-            if not links:
-                continue
-            last, fhat = factored_trace(
-                steps.factors.D[group.index],
-                [steps.factors.f[link.index] for link in links],
-                [fs[link.index] for link in links],
-                self.decay_f,
-                backend=self.backend,
-            )
-            for link, end, planes in zip(links, last, fhat, strict=True):
-                ends[link.index], smoothed[link.index] = end, planes
+            for n, links in _by_substeps(links_to(self.links, group)).items():
+                f = steps.factors.f
+                last, fhat = factored_trace(
+                    steps.factors.D[group.index],
+                    [self._total_f(link.relation, f[link.index], 1) for link in links],
+                    [fs[link.index] for link in links],
+                    self.decay_f ** max(n, 1),
+                    backend=self.backend,
+                )
+                for link, end, planes in zip(links, last, fhat, strict=True):
+                    ends[link.index], smoothed[link.index] = end, planes
         if total is not None and steps.signals is not None:
             for op in range(len(self.relations)):
                 self._add_window(total, op, steps, (xs, fs), smoothed)
         if steps.entry is None:
             return None
-        return tuple(map(self._last_x, self.relations, steps.factors.x, xs)), tuple(ends)
+        inputs = map(in_one_axis, self.relations, steps.factors.x)
+        return tuple(map(self._last_x, self.relations, inputs, xs)), tuple(ends)
 
     def _entry_trace(self, steps: Steps) -> Trace:
         if steps.entry is None:
@@ -238,6 +279,8 @@ class FactorizedEngine:
         """
         x, x_start = steps.factors.x[op], None if steps.entry is None else start[0][op]
         read, now, first = self._window_signals(op, steps, start, fhat)
+        x, now = in_one_axis(self.relations[op], (x, now))
+        read = _at_last_substep(self.relations[op], read)
         if first is not None and (x is None or x_start is not None):
             total.add_product(op, x_start, first)
         if x is None or read is None or not self.decay_x:  # there is one input to multiply
@@ -272,25 +315,27 @@ class FactorizedEngine:
 
         now: Plane = None
         if self.direct[op]:
-            in_trace = weighted(factors.f, signals.L)
+            in_trace = self._in_trace(op, factors.f, signals.L, 1)
+            in_trace = None if in_trace is None else sum_middle(in_trace, c.ndim)
             now = c if in_trace is None else c - in_trace
-        read = self._corrected(weighted(fhat, signals.L), indices)
+        n = self.relations[op].substeps
+        read = self._corrected(weighted(fhat, signals.L), indices, n)
         before = [
             [jnp.concatenate([first[None], plane[:-1]]) for first, plane in zip(*pair, strict=True)]
             for pair in zip(start[1], fhat, strict=True)
         ]
-        passing = self._corrected(weighted(before, signals.R), indices - 1)
+        passing = self._corrected(weighted(before, signals.R), indices - 1, n)
         if passing is None:
             return read, now, None
         # It reads the trace of the step before.
         read = add([read, jnp.concatenate([passing[1:], jnp.zeros_like(passing[:1])])])
         return read, now, passing[0]
 
-    def _corrected(self, plane: Plane, indices: jax.Array) -> Plane:
+    def _corrected(self, plane: Plane, indices: jax.Array, substeps: int) -> Plane:
         """A plane of all steps, each divided by its bias."""
         if plane is None:
             return None
-        bias = self.bias(indices, plane.dtype)
+        bias = self.bias(indices, plane.dtype, substeps)
         return plane / bias.reshape(-1, *[1] * (plane.ndim - 1))
 
     def _last_x(
@@ -311,10 +356,26 @@ class FactorizedEngine:
             if link.op in ops
         }
 
-    def bias(self, step: jax.Array, dtype: Any) -> jax.Array:
+    def bias(self, step: jax.Array, dtype: Any, substeps: int = 0) -> jax.Array:
         """The correction for the steps that the smoothing has not yet seen."""
+        if substeps:
+            step = (step + 1) * substeps - 1
         correction = jnp.maximum(1 - self.decay_f ** (step.astype(float) + 1.0), 1e-8)
         return jnp.where(step < 1000, correction, 1.0).astype(dtype)
+
+
+def _by_substeps(links: Sequence[Link]) -> dict[int, list[Link]]:
+    """Links by the number of their op's substeps."""
+    numbers = dict.fromkeys(link.relation.substeps for link in links)
+    return {n: [link for link in links if link.relation.substeps == n] for n in numbers}
+
+
+def _at_last_substep(relation: HiddenParamOpRelation, read: Plane) -> Plane:
+    """What is read after the steps of a window, at the last substep of each, in one axis."""
+    if read is None or not relation.substeps:
+        return read
+    before = jnp.zeros((len(read), relation.substeps - 1, *read.shape[1:]), read.dtype)
+    return in_one_axis(relation, jnp.concatenate([before, read[:, None]], 1))
 
 
 def _total_x(relation: HiddenParamOpRelation, x: jax.Array, scales: jax.Array) -> jax.Array:

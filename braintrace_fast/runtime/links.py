@@ -57,10 +57,11 @@ def links_to(links: Sequence[Link], group: HiddenGroup) -> list[Link]:
 
 
 def x_shape(relation: HiddenParamOpRelation) -> jax.ShapeDtypeStruct | None:
-    """The shape and type of an op's input; None for an op of weights alone."""
+    """The shape and type of an op's input, in one substep; None for an op of weights alone."""
     if relation.x_var is None:
         return None
-    return jax.ShapeDtypeStruct(relation.x_var.aval.shape, relation.x_var.aval.dtype)
+    aval = relation.x_var.aval
+    return jax.ShapeDtypeStruct(aval.shape[bool(relation.substeps) :], aval.dtype)
 
 
 def group_plane(group: HiddenGroup) -> jax.ShapeDtypeStruct:

@@ -10,7 +10,7 @@ plane as a filtered input instead (:mod:`.input_planes`).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,16 @@ from jax import lax
 
 from ..compiler import ETraceGraph
 from ..errors import NotSupportedError
-from ..kernels.adjoint_scan import adjoint_scan
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.planes import Plane, add, if_live, read_trace, times
 from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
 from . import input_planes
+from .adjoint import Adjoint, adjoint_of, in_one_axis
 from .engine import FactorTransform, Steps
-from .factors import Entry, Factors, GroupPlanes, Signals, sum_middle
+from .factors import Entry, Factors, GroupPlanes, Signals
 from .gradient import GradientSum, slopes_of
-from .links import Link, group_plane, links_of, links_to, x_shape
+from .links import Link, group_plane, links_of, x_shape
 from .op_rules import bound_rules, lacking_rules, operand, plane_views, varying_weights
 from .trace_planes import direct_ops, trace_planes
 from .trace_room import too_large
@@ -36,25 +36,6 @@ __all__ = ['MaterializedEngine']
 
 Trace = tuple[tuple[Any, ...], ...]
 """Per link and plane, the op's trace; None for planes that are not kept."""
-
-
-class Adjoint(NamedTuple):
-    """What the reverse scans over a window leave.
-
-    Attributes
-    ----------
-    w : list of Plane
-        Per op, the cotangent of its output by all steps of the window.
-    u : dict
-        By link, what makes the trace at the end of the window out of inputs.
-    P, nu : dict
-        By group, what makes it out of the trace at the entry, and the cotangent of the latter.
-    """
-
-    w: list[Plane]
-    u: dict[int, Any]
-    P: dict[int, Any]
-    nu: dict[int, Any]
 
 
 class MaterializedEngine:
@@ -145,7 +126,17 @@ class MaterializedEngine:
             options: Any = dict(
                 seed=self._seed(step.elapsed, link), live=entry.live, backend=self.backend
             )
-            if inputs := self._inputs(link, old, entry.live):
+            if link.relation.substeps:
+                planes, _ = trace_carry(
+                    rules,
+                    operand(rules, x),
+                    plane_views(rules, D),
+                    plane_views(rules, f),
+                    old,
+                    None,
+                    **options,
+                )
+            elif inputs := self._inputs(link, old, entry.live):
                 one_step = jax.tree.map(lambda a: a[None], (f, x))
                 planes, _ = self._past(link, inputs, old, D, *one_step, **options)
             else:
@@ -175,7 +166,7 @@ class MaterializedEngine:
         ]
         for link in self.links:
             L, R = signals.L[link.group.index], signals.R[link.group.index]
-            if self._is_whole(link, L, R):
+            if self._is_whole(link, L, R) and not link.relation.substeps:
                 self._read(total, link, L, trace)
                 in_trace[link.op] += map(times, L, factors.f[link.index])
             else:
@@ -241,36 +232,10 @@ class MaterializedEngine:
         carries: bool,
         later: GroupPlanes | None = None,
     ) -> Adjoint:
-        """Scan every group backwards, from the last step of a window to its first."""
-        # What the loss says of an op in its step, until the scan of a group takes it along.
-        pending: list[Plane] = [None] * len(self.relations)
-        if signals is not None:
-            pending = [c if d else None for c, d in zip(signals.c, self.direct, strict=True)]
-        past: list[list[Plane]] = [[] for _ in self.relations]
-        adjoint = Adjoint(pending, {}, {}, {})
-        for group in self.graph.hidden_groups:
-            links = links_to(self.links, group)
-            if not links:
-                continue
-            own = [_taken(pending, link) for link in links]
-            scanned = adjoint_scan(
-                factors.D[group.index],
-                [factors.f[link.index] for link in links],
-                None if signals is None else signals.L[group.index],
-                None if signals is None else signals.R[group.index],
-                c=None if signals is None else own,
-                later=None if later is None else later[group.index],
-                within=[not self.direct[link.op] for link in links],
-                carry=carries,
-                backend=self.backend,
-            )
-            adjoint.P[group.index], adjoint.nu[group.index] = scanned.P, scanned.nu
-            for place, link in enumerate(links):
-                past[link.op].append(scanned.w[place])
-                adjoint.u[link.index] = scanned.u[place] if carries else None
-        if signals is None:
-            return adjoint
-        return adjoint._replace(w=[*map(_total_cotangent, pending, past, signals.c)])
+        groups = self.graph.hidden_groups
+        return adjoint_of(
+            groups, self.links, self.direct, factors, signals, carries, later, self.backend
+        )
 
     def _carry(
         self,
@@ -288,8 +253,10 @@ class MaterializedEngine:
             x = factors.x[link.op]
             P, u = adjoint.P[link.group.index], adjoint.u[link.index]
             nu, old = adjoint.nu[link.group.index], entry.trace[link.index]
+            x, u = in_one_axis(link.relation, (x, u))
             inputs = self._inputs(link, old, entry.live)
             w = adjoint.w[link.op] if link.is_first and total is not None else None
+            w = in_one_axis(link.relation, w)
             product = None
             if total is not None and w is not None:
                 if rules.weight_view is None and not inputs:
@@ -454,21 +421,6 @@ def _entry(steps: Steps) -> Entry:
     if steps.entry is None:
         raise ValueError('There is no trace at the entry.')
     return steps.entry
-
-
-def _taken(pending: list[Plane], link: Link) -> Plane:
-    """What is pending of an op, if it is shaped like the planes of the group; then it is taken."""
-    c, plane = pending[link.op], group_plane(link.group)
-    if c is None or (c.shape[1:], c.dtype) != (plane.shape, plane.dtype):
-        return None
-    pending[link.op] = None
-    return c
-
-
-def _total_cotangent(pending: Plane, past: Sequence[Plane], c: jax.Array) -> Plane:
-    """The cotangent of an op's output, shaped like ``c``, from what each group says of it."""
-    by_groups = add(past)
-    return add([pending, None if by_groups is None else sum_middle(by_groups, c.ndim)])
 
 
 def signals_before(

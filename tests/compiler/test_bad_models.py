@@ -78,10 +78,10 @@ class WeightInWhile(Leaky):
 
 class LongScan(Leaky):
     def drive(self, x):
-        def body(carry, _):
-            return btf.matmul(jnp.concatenate([x, carry], axis=-1), self.W.value), None
+        def body(carry, gain):
+            return btf.matmul(jnp.concatenate([x, carry], axis=-1), gain * self.W.value), None
 
-        return jax.lax.scan(body, self.h.value, length=40)[0]
+        return jax.lax.scan(body, self.h.value, jnp.ones(300))[0]
 
 
 class ChangesShape(Leaky):

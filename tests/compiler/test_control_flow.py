@@ -453,9 +453,9 @@ def long_scan(x, h, w):
     return scan_of(LIMIT + 1)(x, h, w)
 
 
-def test_a_longer_scan_with_an_op_is_refused_with_its_line_and_the_way_out():
+def test_a_longer_scan_that_is_kept_is_refused_with_its_line_and_the_way_out():
     with pytest.raises(NotImplementedError, match='inside a scan that is not opened') as error:
-        compiled(lambda: TwoDrives(long_scan))
+        compiled(lambda: TwoDrives(long_scan), scan_descent='off')
     message = str(error.value)
     assert_names_a_line_of(message, scan_of)
     assert "[('U',)]" in message
@@ -470,7 +470,9 @@ def test_the_limit_of_unrolling_can_be_raised():
 
 
 def test_a_longer_scan_can_be_excluded():
-    model, graph, x = compiled(lambda: TwoDrives(long_scan), etp_in_control_flow='exclude')
+    model, graph, x = compiled(
+        lambda: TwoDrives(long_scan), etp_in_control_flow='exclude', scan_descent='off'
+    )
     assert 'scan' in primitives(graph)
     assert [relation.path for relation in graph.hidden_param_op_relations] == [('W',)]
     (record,) = graph.explain(weight_path=('U',))
@@ -787,12 +789,41 @@ def test_a_plane_that_is_set_no_longer_depends_on_itself():
 
 
 @pytest.mark.parametrize(
-    'wrong', [{'cond': 'unknown'}, {'while_hidden': 'fwd'}, {'etp_in_control_flow': 'ignore'}]
+    'wrong',
+    [
+        {'cond': 'unknown'},
+        {'while_hidden': 'fwd'},
+        {'etp_in_control_flow': 'ignore'},
+        {'scan_descent': 'always'},
+    ],
 )
 def test_a_policy_refuses_what_it_does_not_know(wrong):
     ((field, value),) = wrong.items()
     with pytest.raises(ValueError, match=rf"{field}='{value}'.*choose one of"):
         ControlFlowPolicy(**wrong)
+
+
+@pytest.mark.parametrize('limit', [0, -1, 2.0, True, '64', None])
+def test_the_limit_of_iterations_is_a_positive_int(limit):
+    with pytest.raises(ValueError, match='fixpoint_iteration_limit=.*expected a positive int'):
+        ControlFlowPolicy(fixpoint_iteration_limit=limit)
+
+
+def handed_on(h):
+    """What ``h`` is in the first of three numbers, it is in the last one two iterations later."""
+
+    def body(carry, _):
+        a, b, c = carry
+        return (h, a, b), None
+
+    return jax.lax.scan(body, (h, jnp.zeros(N), jnp.zeros(N)), length=2 * LIMIT)[0][2]
+
+
+def test_a_loop_is_looked_through_as_often_as_the_policy_says():
+    _, graph, _ = compiled(lambda: Leaking(handed_on))
+    assert graph.hidden_groups[0].pattern == ((True,),)
+    _, graph, _ = compiled(lambda: Leaking(handed_on), fixpoint_iteration_limit=1)
+    assert not graph.hidden_groups[0].is_position_wise
 
 
 def test_the_policy_is_kept_with_the_traced_model():

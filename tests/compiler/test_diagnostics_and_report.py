@@ -249,6 +249,16 @@ def long_scan(x, w):
     return jax.lax.scan(lambda c, _: (c + btf.matmul(x, w), None), jnp.zeros(N), length=17)[0]
 
 
+def long_scan_of_weights(x, w):
+    return jax.lax.scan(lambda c, g: (c + btf.matmul(x, g * w), None), jnp.zeros(N), jnp.ones(17))[
+        0
+    ]
+
+
+def long_readout(x, w):
+    return jax.lax.scan(lambda c, _: (c, btf.matmul(x, w)), jnp.zeros(N), length=17)[1].sum(0)
+
+
 def behind_cond(x, w):
     return jax.lax.cond(x[0] > 0, lambda: btf.matmul(x, w), lambda: jnp.zeros(N))
 
@@ -263,7 +273,7 @@ def varying_mix(x, w):
     return btf.matmul(x, jnp.outer(x, x) @ w)
 
 
-EXCLUDE = {'etp_in_control_flow': 'exclude'}
+EXCLUDE = {'etp_in_control_flow': 'exclude', 'scan_descent': 'off'}
 U = ('U',)
 # Per kind: a model, its policy, the level, the weight and the hidden states concerned.
 EMITTED = {
@@ -320,6 +330,9 @@ EMITTED = {
     ),
     'SCAN_UNROLLED': (Substeps, {}, INFO, None, ()),
     'SCAN_UNROLL_SKIPPED': (lambda: Second(long_scan), EXCLUDE, WARNING, None, ()),
+    'SCAN_DESCENT_APPLIED': (lambda: Second(long_scan), {}, INFO, None, ()),
+    'SCAN_DESCENT_SKIPPED': (lambda: Second(long_scan_of_weights), {}, INFO, None, ()),
+    'SCAN_DESCENT_NO_RELATIONS': (lambda: Second(long_readout), {}, INFO, None, ()),
     'CONTROL_FLOW_OPAQUE_FWD': (Relaxing, {}, INFO, None, (('h',),)),
     'PRIMITIVE_INSIDE_CONTROL_FLOW': (lambda: Second(long_scan), EXCLUDE, WARNING, U, ()),
     'PRIMITIVE_INSIDE_CUSTOM_RULE': (lambda: Second(with_own_rule), {}, WARNING, U, ()),
@@ -462,7 +475,7 @@ def test_advice_is_about_the_control_flow_at_hand():
     (scan,) = compiled(lambda: Second(long_scan), **EXCLUDE).explain(weight_path=U)
     assert 'scan_unroll_limit' in scan.message and 'cond' not in scan.message
     (cond,) = compiled(lambda: Second(behind_cond), cond='opaque', **EXCLUDE).explain(weight_path=U)
-    assert "cond='convert'" in cond.message and 'scan' not in cond.message
+    assert "cond='convert'" in cond.message and 'scan_' not in cond.message
 
 
 def test_a_weight_of_size_one_is_told_to_be_a_number():

@@ -171,7 +171,7 @@ def test_a_weight_that_is_left_out_on_request_is_still_named():
     def long_scan(x, h, w):
         return jax.lax.scan(lambda c, _: (c + btf.matmul(x, w), None), jnp.zeros(N), length=17)[0]
 
-    policy = btf.ControlFlowPolicy(etp_in_control_flow='exclude')
+    policy = btf.ControlFlowPolicy(etp_in_control_flow='exclude', scan_descent='off')
     with pytest.warns(btf.UntracedWarning, match='scan_unroll_limit'):
         compiled(lambda: Second(long_scan), control_flow=policy)
 
