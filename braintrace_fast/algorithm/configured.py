@@ -46,8 +46,6 @@ class ConfiguredAlgorithm(ETraceAlgorithm):
         As for :class:`ETraceAlgorithm`.
     config : ETraceConfig
         The configuration.
-    vjp_method : str
-        How far the learning signal reaches back.
     random_feedback_key : jax.Array, optional
         The random key of the matrices of random feedback.
     """
