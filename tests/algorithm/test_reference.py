@@ -26,7 +26,10 @@ from tests.models import alif, lif, parameter
 from tests.oracles.step import random_projection
 from tests.promotion import promoting
 
-pytestmark = pytest.mark.usefixtures('x64')
+pytestmark = [
+    pytest.mark.usefixtures('x64'),
+    pytest.mark.filterwarnings('ignore:core.Jaxpr is missing a DebugInfo:DeprecationWarning'),
+]
 
 N_IN, N, BATCH, STEPS = 3, 4, 2, 6
 
