@@ -15,7 +15,7 @@ find-python = $(shell \
 			print(sys.executable)' 2>/dev/null && break; \
 	done)
 
-.PHONY: help demo bench bench-quick bench-gate bench-work bench-record test test-slow test-matrix soak fuzz accelerators lint format types wheel clean
+.PHONY: help demo bench bench-quick bench-gate bench-work bench-record test test-slow test-matrix soak fuzz parity accelerators lint format types wheel clean
 .PRECIOUS: .venv/%/.ready
 
 help: ## list the targets
@@ -91,6 +91,10 @@ soak: .venv/py311/.ready ## kill a learner at random over STEPS=20000 steps, and
 fuzz: .venv/py311/.ready ## hold random programs against an oracle (SECONDS=600; SEED=n repeats one)
 	@echo "==> fuzz: python -m tests.fuzz in .venv/py311, for $(SECONDS) s"
 	@JAX_PLATFORMS=cpu .venv/py311/bin/python -m tests.fuzz $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+parity: .venv/py311/.ready ## run braintrace's own tests here, and count (ARGS=--sample; EXAMPLES=checkout)
+	@echo "==> parity: python -m parity in .venv/py311"
+	@JAX_PLATFORMS=cpu .venv/py311/bin/python -m parity --workers $(WORKERS) $(if $(EXAMPLES),--examples $(EXAMPLES)) $(ARGS)
 
 accelerators: .venv/accelerators/.ready ## compile every kernel for GPUs and TPUs, of which none is needed
 	@echo "==> accelerators: python -m accelerators in .venv/accelerators"

@@ -1,0 +1,26 @@
+"""Why tests of the reference fail here: what is different on purpose, or not public."""
+
+from typing import NamedTuple
+
+__all__ = ['REASONS', 'Reason']
+
+
+class Reason(NamedTuple):
+    """A reason, and the tests that it is for.
+
+    Parameters
+    ----------
+    tests : str
+        A test's identity, or a pattern with ``*``.
+    text : str
+        A sentence or two for the page.
+    message : str
+        What the error says, so that a test that fails in another way is noticed.
+    """
+
+    tests: str
+    text: str
+    message: str = ''
+
+
+REASONS: tuple[Reason, ...] = ()
