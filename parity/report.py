@@ -14,9 +14,9 @@ BAR = 0.9
 
 PREAMBLE = """# braintrace's own tests, run here
 
-Made by `make parity`, which downloads the source distribution of braintrace 0.2.6 and runs its tests
-with `braintrace` meaning this library. A test counts if it asks for public behaviour. It is *about
-internals* if it, or what it uses of a test file, names
+Made by `make parity`, which downloads the source distribution of braintrace 0.2.6 and runs its
+tests with `braintrace` meaning this library. A test counts if it asks for public behaviour. It is
+*about internals* if it, or what it uses of a test file, names
 
 - an object of a private module that is not public and that no module here defines, or
 - an attribute with one leading underscore that braintrace's sources define and ours do not.
