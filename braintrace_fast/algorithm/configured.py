@@ -133,6 +133,9 @@ class ConfiguredAlgorithm(ETraceAlgorithm):
 
         ``modulator`` is what :meth:`modulator_of` returned. While ``etrace_grad`` runs a step with
         a mask, ``step_weight`` is its weight there; it is in the loss's signals already.
+
+        A rule that overrides this must change ``c`` together with ``L``: where an op reaches the
+        loss by hidden states alone, ``c`` is ``sum_s f[s] L[s]``, and either may be used.
         """
         if self.random_feedback is not None:
             return self.random_feedback(factors, signals, modulator)
