@@ -12,7 +12,7 @@ import saiunit as u
 import braintrace_fast as btf
 from braintrace_fast.kernels import dispatch
 from braintrace_fast.kernels.outer import triton as outer_triton
-from braintrace_fast.runtime import factorized, materialized
+from braintrace_fast.runtime import adjoint, factorized
 from tests.kernel_checks import absent, called
 from tests.models import MODELS
 
@@ -229,7 +229,7 @@ def test_plain_jax_is_lowered_without_kernels(rule):
 
 @pytest.mark.parametrize(
     ('rule', 'engine', 'walk'),
-    [('d_rtrl', materialized, 'adjoint_scan'), ('pp_prop', factorized, 'factored_trace')],
+    [('d_rtrl', adjoint, 'adjoint_scan'), ('pp_prop', factorized, 'factored_trace')],
 )
 def test_a_window_is_walked_once_per_group(rule, engine, walk, monkeypatch):
     learner, _ = new_learner('gru', rule, backend='pallas')

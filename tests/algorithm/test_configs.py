@@ -273,13 +273,6 @@ def test_a_class_stands_for_a_configuration(rule, options, config):
         (C(), {'modulator': 1.0}, TypeError, 'modulator'),
         (btf.EProp, {'config': C()}, TypeError, 'config'),
         (btf.ThreeFactor, {'config': C()}, TypeError, 'config'),
-        (C(recurrence_scope='coupled'), {}, NotImplementedError, 'coupled'),
-        (
-            C('random_projection', recurrence_scope='coupled'),
-            {},
-            NotImplementedError,
-            'random_projection',
-        ),
     ],
 )
 def test_configurations_that_a_learner_cannot_have_are_refused(algorithm, options, error, message):
@@ -340,3 +333,73 @@ def test_nothing_leaks_past_a_new_start(config, x64):
         true.append(gradient(config, factors(layer, xs, ks), ms))
     # A new start gives the states the values of the compiled learner.
     check(found, jax.tree.map(jnp.add, *true), rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ('config', 'rule', 'options'),
+    [
+        (C(recurrence_scope='coupled'), btf.OSTLRecurrent, {}),
+        (C(recurrence_scope='sparse_n', sparse_n=2), btf.SnAp, {'n': 2}),
+        (C('random_projection', recurrence_scope='coupled'), btf.UORO, {}),
+    ],
+    ids=['coupled', 'sparse_n', 'random_projection'],
+)
+def test_a_rule_is_its_configuration(x64, config, rule, options):
+    xs = jnp.linspace(-1.0, 1.0, 12).reshape(6, 2)
+
+    def gradient(algorithm, **options):
+        cell = btf.nn.ValinaRNNCell(2, 3, activation='tanh')
+        with brainstate.random.seed_context(1):
+            weights = brainstate.random.normal(size=(5, 3))
+        cell.W.weight.value |= {'weight': weights}
+        learner = btf.compile(cell, algorithm, xs[0], vjp_method='single-step', **options)
+        assert learner.config == config
+        return learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2))
+
+    found, expected = (jax.tree.leaves(g) for g in (gradient(config), gradient(rule, **options)))
+    for a, b in zip(found, expected, strict=True):
+        assert jnp.abs(b).max() > 1e-2
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize('way', ['steps', 'carry', 'fresh'])
+def test_a_filter_goes_with_neighbourhoods(x64, way):
+    """``ebar_t = sum_k kappa^(t-k) e_k``, where ``e`` is the whole influence on a dense group."""
+    kappa, xs = 0.6, jnp.linspace(-1.0, 1.0, 12).reshape(6, 2)
+    cell = btf.nn.ValinaRNNCell(2, 3, activation='tanh')
+    config = C(recurrence_scope='sparse_n', sparse_n=2, trace_filter='kappa', kappa=kappa)
+    learner = btf.compile(cell, config, xs[0], seed=0)
+    start, params = cell.h.value, cell.W.weight.value
+
+    def states(params):
+        def step(h, x):
+            new = jnp.tanh(jnp.concatenate([x, h]) @ params['weight'] + params['bias'])
+            return new, new
+
+        return jax.lax.scan(step, start, xs)[1]
+
+    def filtered(params):
+        h = states(params)
+        signals = 2 * jax.lax.stop_gradient(h)
+        ages = jnp.arange(len(xs))[:, None] - jnp.arange(len(xs))[None]
+        weights = jnp.where(ages >= 0, kappa ** ages.astype(h.dtype), 0.0)
+        return jnp.sum(weights * (signals @ h.T))
+
+    def step_fn(x):
+        return jnp.sum(learner(x) ** 2)
+
+    if way == 'steps':
+        grads = [brainstate.transform.grad(step_fn, learner.param_states)(x) for x in xs]
+        found = jax.tree.map(lambda *g: sum(g), *grads)
+    else:
+        found = learner.etrace_grad(
+            xs,
+            step_fn=step_fn,
+            reduction='sum',
+            trace=way,
+            trace_every=4 if way == 'carry' else None,
+        )
+    true = jax.grad(filtered)(params)
+    for key, b in true.items():
+        assert jnp.abs(b).max() > 1e-2
+        np.testing.assert_allclose(found['W', 'weight'][key], b, rtol=1e-10)
