@@ -152,6 +152,16 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
 
     def _prepare(self) -> None:
         """Make all that depends on the graph."""
+        config = self.config
+        mixes = config.include_recurrent_mixing and config.trace_factorization == 'per_param'
+        other = config.learning_signal in ('random_feedback', 'modulatory')
+        if (mixes or other) and any(r.substeps for r in self.graph.hidden_param_op_relations):
+            raise NotSupportedError(
+                'The step has an op inside a long scan, through which '
+                f'{config.recurrence_scope if mixes else config.learning_signal!r} is not '
+                'followed. Have the scan unrolled: compile(..., control_flow='
+                'ControlFlowPolicy(scan_unroll_limit=...)), with its length or more.'
+            )
         self.prepare_signals(self.graph)
         self.engine = self.make_engine(self.graph)
 

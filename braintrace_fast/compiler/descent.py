@@ -15,8 +15,8 @@ op for all substeps. Results that the scan stacks are those of the first scan, s
 of a loss that reads them is exact.
 
 If the inputs of the ops do not depend on what is carried, and no result is read, the first scan is
-no scan. Values that the body mixes by products of its own pass from the first scan to the second
-one as the ops' inputs do. What cannot be divided so is unrolled.
+no scan. Values that the body mixes by convolutions of its own pass from the first scan to the
+second one as the ops' inputs do. What cannot be divided so is unrolled.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
