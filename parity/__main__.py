@@ -69,7 +69,8 @@ def _set_aside(found: dict[str, Outcome]) -> None:
 
 def _reference(sources: Path, files: Sequence[Path], given: argparse.Namespace) -> int:
     """Record which of the tests that failed last fail on the reference."""
-    found = json.loads((BUILD / 'outcomes.json').read_text('utf-8'))
+    last = BUILD / ('part.json' if given.files or given.sample else 'outcomes.json')
+    found = json.loads(last.read_text('utf-8'))
     failed = {test for test, row in found.items() if row['outcome'] in ('failed', 'crashed')}
     files = [file for file in files if any(str(file.relative_to(sources)) in t for t in failed)]
     there = run(sources, files, workers=given.workers, only=failed, reference=True)

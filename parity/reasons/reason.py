@@ -1,8 +1,8 @@
-"""Why tests of the reference fail here: what is different on purpose, or not public."""
+"""What a reason says."""
 
 from typing import NamedTuple
 
-__all__ = ['REASONS', 'Reason']
+__all__ = ['Reason']
 
 
 class Reason(NamedTuple):
@@ -21,6 +21,3 @@ class Reason(NamedTuple):
     tests: str
     text: str
     message: str = ''
-
-
-REASONS: tuple[Reason, ...] = ()
