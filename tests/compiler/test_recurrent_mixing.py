@@ -13,16 +13,17 @@ from tests.oracles.step import state_values, step_function
 
 N_IN, N = 3, 5
 RING = np.eye(N) + np.roll(np.eye(N), 1, axis=1)
+CHAIN = np.eye(N) + np.eye(N, k=1)  # the last neuron reaches itself alone
 pytestmark = pytest.mark.usefixtures('x64')
 
 
 class Ring(brainstate.nn.Module):
     """Two states of a batch, and a recurrent weight from each neuron to itself and the next."""
 
-    def __init__(self, batch=()):
+    def __init__(self, batch=(), matrix=RING):
         super().__init__()
-        self.matrix = u.sparse.CSR.fromdense(jnp.asarray(RING))
-        self.w, self.v, self.batch = param(2 * N), param(N_IN, N), batch
+        self.matrix = u.sparse.CSR.fromdense(jnp.asarray(matrix))
+        self.w, self.v, self.batch = param(int(matrix.sum())), param(N_IN, N), batch
 
     def init_state(self, batch_size=None, **_):
         self.h = brainstate.HiddenState(draw(*self.batch, N))
@@ -112,16 +113,28 @@ def test_without_it_recurrent_ops_are_left_out():
     assert np.abs(blocks - own).max() > 1e-3
 
 
-@pytest.mark.parametrize('batch', [(), (2,)])
-@pytest.mark.parametrize('n, size', [(1, 1), (2, 2), (3, 3), (9, N)])
-def test_between_neighbours_the_jacobian_has_a_plane_for_each(n, size, batch):
+@pytest.mark.parametrize(
+    'n, size, matrix, batch',
+    [
+        (1, 1, RING, (2,)),
+        (2, 2, RING, ()),
+        (2, 2, CHAIN, ()),
+        (3, 3, CHAIN, (2,)),
+        (9, N, RING, (2,)),
+        (9, N, CHAIN, ()),
+    ],
+    ids=str,
+)
+def test_between_neighbours_the_jacobian_has_a_plane_for_each(n, size, matrix, batch):
     options = dict(include_recurrent_mixing=True, sparse_n=n)
-    group, wide, _, true = jacobians(build(lambda: Ring(batch)), draw(*batch, N_IN), **options)
+    model = build(lambda: Ring(batch, matrix))
+    group, wide, _, true = jacobians(model, draw(*batch, N_IN), **options)
     snap = group.snap
     assert (snap.n, snap.num_neighbour, group.trace_state_width) == (n, size, 2 * size)
-    assert snap.is_saturated == (size == N) and snap.is_degenerate == (size == 1)
+    assert snap.is_saturated == (size == N and matrix is RING)
+    assert snap.is_degenerate == (size == 1)
     assert not snap.conservative and snap.num_position == true.shape[0]
-    reach = np.linalg.matrix_power(RING, n - 1) != 0  # [from, to]
+    reach = np.linalg.matrix_power(matrix, n - 1) != 0  # [from, to]
     wide, true = np.asarray(wide).reshape(len(true), size, 2, size, 2), np.asarray(true)
     for p, neighbours in enumerate(snap.neighbours):
         assert set(neighbours % N) == set(np.flatnonzero(reach[p % N])) and neighbours[0] == p
