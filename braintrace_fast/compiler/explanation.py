@@ -30,6 +30,7 @@ class _Reason(NamedTuple):
     kind: DiagnosticKind
     level: DiagnosticLevel
     text: str
+    context: Mapping[str, Any] = {}
 
 
 class Explainer:
@@ -184,17 +185,18 @@ class Explainer:
     def excluded(self, eqn: JaxprEqn, y: Var, ways: Mapping[str, WeightWay]) -> None:
         """An op with trained weights that reaches no hidden state position by position."""
         hidden = [new for new in self.minfo.hidden_outvar_to_invar if y in self.flow.of(new)]
-        kind, level, why = self._temporal_reason(y, hidden) or self._mixing_reason(y, hidden)
+        reason = self._temporal_reason(y, hidden) or self._mixing_reason(y, hidden)
         # Each of several parameters behind one weight gets a record.
         for path in dict.fromkeys(way.paths[p] for way in ways.values() for p in way.traced):
             self.explained.add(path)
             self.emit(
-                kind,
-                level,
+                reason.kind,
+                reason.level,
                 eqn,
-                f'{path} is not traced: {why}',
+                f'{path} is not traced: {reason.text}',
                 weight_path=path,
                 hidden_paths=tuple(self.minfo.outvar_to_hidden_path[new] for new in hidden),
+                **reason.context,
             )
 
     def _temporal_reason(self, y: Var, hidden: Sequence[Var]) -> _Reason | None:
@@ -240,6 +242,7 @@ class Explainer:
                 DiagnosticLevel.INFO,
                 f'it reaches hidden states only through another ETP op ({by}). {_KEPT} To have it '
                 'traced, let its output flow into a hidden state directly.',
+                {'blocking_primitives': tuple(dict.fromkeys(m.primitive for m in mixers))},
             )
         return _Reason(
             DiagnosticKind.RELATION_EXCLUDED_POSITION_MIXING,

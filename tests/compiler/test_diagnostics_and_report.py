@@ -91,6 +91,12 @@ def test_an_operand_that_is_not_trained_is_named():
     assert record.context['key'] == 'bias'
 
 
+def test_the_op_at_which_a_trace_ends_is_named():
+    graph = compiled(lambda: Second(lambda x, w: btf.matmul(btf.matmul(x, w), jnp.eye(N))))
+    (record,) = graph.explain(kind=DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT)
+    assert record.context['blocking_primitives'] == (record.primitive,)
+
+
 def test_records_go_to_the_innermost_block_of_their_own_thread():
     note('to nobody')
     with diagnostic_context() as outer:
