@@ -69,29 +69,37 @@ class Internal:
         return f'Internal({self.__dict__["name"]!r})'
 
 
+def _words(source: Path) -> frozenset[str]:
+    return frozenset(re.findall(r'\w+', source.read_text('utf-8')))
+
+
 class _StandIn(ModuleType):
     """A private module: what it defines or imports is made of this library."""
 
     def __init__(self, name: str, source: Path) -> None:
         super().__init__(name)
-        self.__dict__['_words'] = frozenset(re.findall(r'\w+', source.read_text('utf-8')))
+        self.__dict__['_words'] = _words(source)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith('__') or name not in self.__dict__['_words']:
+        known = not name.startswith('__') or name in ('__all__', '__version__', '__version_info__')
+        if not known or name not in self.__dict__['_words']:
             raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
-        found = counterpart(self.__name__, name)
+        found = None if name == '__all__' else counterpart(self.__name__, name)
         return Internal(f'{self.__name__}.{name}') if found is None else found
 
 
 class _Alias(ModuleType):
     """A public module of this library under the reference's name."""
 
-    def __init__(self, name: str, target: ModuleType) -> None:
+    def __init__(self, name: str, target: ModuleType, source: Path) -> None:
         super().__init__(name, target.__doc__)
         self.__dict__['_target'] = target
+        self.__dict__['_words'] = _words(source)
+        if '__getattr__' in vars(target):  # called by Python itself, its caller is the test
+            self.__dict__['__getattr__'] = target.__getattr__
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith('_') and not name.startswith('__'):
+        if name.startswith('_') and not name.startswith('__') and name in self.__dict__['_words']:
             found = counterpart(self.__name__, name)
             return Internal(f'{self.__name__}.{name}') if found is None else found
         return getattr(self.__dict__['_target'], name)
@@ -119,11 +127,12 @@ class _Finder:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        folder = self.sources.joinpath(*spec.name.split('.'))
+        source = folder / '__init__.py' if folder.is_dir() else folder.with_suffix('.py')
         if any(part.startswith('_') for part in spec.name.split('.')):
-            folder = self.sources.joinpath(*spec.name.split('.'))
-            file = folder / '__init__.py' if folder.is_dir() else folder.with_suffix('.py')
-            return _StandIn(spec.name, file)
-        module = _Alias(spec.name, importlib.import_module(TARGET + spec.name[len(NAME) :]))
+            return _StandIn(spec.name, source)
+        target = importlib.import_module(TARGET + spec.name[len(NAME) :])
+        module = _Alias(spec.name, target, source)
         module.__path__ = spec.submodule_search_locations or []
         return module
 

@@ -14,7 +14,27 @@ from typing import Any
 __all__ = ['counterpart', 'has_counterpart', 'own_attributes', 'private_attributes']
 
 LIBRARY = Path(__file__).parents[1] / 'braintrace_fast'
-RENAMED: dict[str, str] = {}
+PRIMITIVES = {
+    'etp_conv_p': ('conv', 'conv:conv_p'),
+    'etp_einsum_p': ('einsum', 'einsum:einsum_p'),
+    'etp_elemwise_p': ('elemwise', 'element_wise:element_wise_p'),
+    'etp_emb_p': ('embedding', 'embedding:embedding_p'),
+    'etp_emb_v_p': ('embedding', 'embedding:embedding_p'),
+    'etp_gmm_p': ('grouped', 'grouped_matmul:grouped_matmul_p'),
+    'etp_gmv_p': ('grouped', 'grouped_matmul:grouped_matmul_p'),
+    'etp_lora_mm_p': ('lora', 'lora_matmul:lora_matmul_p'),
+    'etp_lora_mv_p': ('lora', 'lora_matmul:lora_matmul_p'),
+    'etp_mm_p': ('dense', 'matmul:matmul_p'),
+    'etp_mv_p': ('dense', 'matmul:matmul_p'),
+    'etp_sp_mm_p': ('sparse', 'sparse_matmul:sparse_matmul_p'),
+    'etp_sp_mv_p': ('sparse', 'sparse_matmul:sparse_matmul_p'),
+}
+"""Ops as relations and diagnostics name them: one here, with and without a batch."""
+RENAMED: dict[str, str] = {
+    f'braintrace._op{module}.{name}': f'braintrace_fast.op.{place}'
+    for name, (home, place) in PRIMITIVES.items()
+    for module in ('', f'.{home}')
+}
 """By ``module.name`` of the reference, ``module:name`` of this library."""
 
 

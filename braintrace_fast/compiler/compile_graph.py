@@ -9,7 +9,6 @@ from typing import Any
 import brainstate
 
 from .._compat import Var
-from ..errors import CompilationError
 from .chained import transition_of
 from .control_flow import ControlFlowPolicy
 from .coupled import coupled_transition
@@ -97,7 +96,7 @@ def compile_etrace_graph(
     Raises
     ------
     CompilationError
-        If the model has no hidden state, or no weight that could be traced.
+        If the model has no hidden state, or one that changes its shape or type.
     NotSupportedError
         If the step writes a ``ParamState``.
     NotImplementedError
@@ -119,8 +118,6 @@ def _graph_of(
     """The graph of a traced model, without perturbed steps."""
     groups, by_path = find_hidden_groups_from_minfo(minfo, flow, couple_layers)
     relations = find_hidden_param_op_relations_from_minfo(minfo, by_path, flow)
-    if not relations:
-        raise CompilationError(_no_relations(records))
     make = coupled_transition if flow.scope.mixes else transition_of
     transitions = tuple(make(flow, group, relations) for group in groups)
     return ETraceGraph(
@@ -177,13 +174,3 @@ def _hoisted(
     present = set(variables(minfo.jaxpr.outvars))
     wanted = dict.fromkeys([*inputs, *tails, *ways, *moves, *rows])
     return [v for v in wanted if v not in present]
-
-
-def _no_relations(records: Sequence[CompilationRecord]) -> str:
-    reasons = [f'  - {record.message}' for record in records if record.weight_path is not None]
-    listed = '\n'.join(reasons) or '  - The step uses no ParamState at all.'
-    return (
-        'No weight of the model can be traced, so there is nothing to learn online. Pass the '
-        'weights whose influence lasts through an op of this library (matmul, element_wise, or a '
-        f'layer of braintrace_fast.nn). What was found:\n{listed}'
-    )

@@ -74,7 +74,7 @@ def _scattered(x: jax.Array, values: jax.Array, lead: tuple[int, ...], rows: int
 
 
 embedding_p = register_primitive(
-    'etp_embedding',
+    'etp_emb',
     _forward,
     batched=True,
     weight_vjp=_weight_vjp,

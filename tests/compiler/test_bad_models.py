@@ -149,17 +149,6 @@ class Fails(Leaky):
 BAD = [
     (NoHiddenState, CompilationError, ['no brainstate.HiddenState', 'Make what carries over']),
     (
-        NoTracedWeight,
-        CompilationError,
-        ['No weight of the model can be traced', "('W',) passes through no ETP op", 'matmul'],
-    ),
-    (
-        OnlyReadout,
-        CompilationError,
-        ["('R',) is not traced", 'reaches no hidden state', "('W',) passes through no ETP op"],
-    ),
-    (NoWeight, CompilationError, ['uses no ParamState at all', 'an op of this library']),
-    (
         WritesWeight,
         NotSupportedError,
         ["writes the ParamState at ('W',)", 'update them after it', 'ShortTermState'],
@@ -208,6 +197,20 @@ BAD = [
 ]
 
 
+# Per model without a weight that could be traced: what is said of it.
+NOTHING_TRACED = [
+    (
+        NoTracedWeight,
+        ['No weight of the model can be traced', "('W',) passes through no ETP op", 'matmul'],
+    ),
+    (
+        OnlyReadout,
+        ["('R',) is not traced", 'reaches no hidden state', "('W',) passes through no ETP op"],
+    ),
+    (NoWeight, ['uses no ParamState at all', 'an op of this library']),
+]
+
+
 def snapshot(model):
     """All that could have changed: states, values (the very objects), and flags."""
     states = dict(model.states())
@@ -234,6 +237,21 @@ def test_a_bad_model_is_refused_with_what_was_found_and_what_to_do(make, error, 
         btf.compile_etrace_graph(model, draw(N_IN))
     for part in says:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize('make, says', NOTHING_TRACED)
+def test_compile_refuses_a_model_of_which_nothing_is_traced(make, says):
+    with pytest.raises(CompilationError) as caught:
+        btf.compile(build(make), 'd_rtrl', draw(N_IN))
+    for part in says:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize('make, says', NOTHING_TRACED)
+def test_the_graph_of_a_model_of_which_nothing_is_traced_has_no_relations(make, says):
+    graph = btf.compile_etrace_graph(build(make), draw(N_IN))
+    assert not graph.hidden_param_op_relations
+    assert [group.hidden_paths for group in graph.hidden_groups] == [[('h',)]]
 
 
 @pytest.mark.parametrize('make', [make for make, *_ in BAD])
