@@ -34,6 +34,9 @@ RENAMED: dict[str, str] = {
     f'braintrace._op{module}.{name}': f'braintrace_fast.op.{place}'
     for name, (home, place) in PRIMITIVES.items()
     for module in ('', f'.{home}')
+} | {
+    'braintrace.nn._DEPRECATED_TO_BRAINPY_STATE': 'braintrace_fast.nn.forwards:_NEURONS',
+    'braintrace.nn._DEPRECATED_TO_BRAINSTATE_NN': 'braintrace_fast.nn.forwards:_LAYERS',
 }
 """By ``module.name`` of the reference, ``module:name`` of this library."""
 
@@ -110,5 +113,5 @@ def private_attributes(folder: Path, tests: bool = False) -> frozenset[str]:
 
 @functools.cache
 def own_attributes() -> frozenset[str]:
-    """The same of this library."""
-    return private_attributes(LIBRARY)
+    """The same of this library, and what is renamed."""
+    return private_attributes(LIBRARY) | {name.rpartition('.')[2] for name in RENAMED}
