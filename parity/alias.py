@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from .counterparts import counterpart
+from .counterparts import counterpart, renamed
 
 __all__ = ['Internal', 'install']
 
@@ -81,10 +81,13 @@ class _StandIn(ModuleType):
         self.__dict__['_words'] = _words(source)
 
     def __getattr__(self, name: str) -> Any:
-        known = not name.startswith('__') or name in ('__all__', '__version__', '__version_info__')
+        if name == '__all__':  # of what it exports, that which is public or has a counterpart
+            public = importlib.import_module(TARGET).__all__
+            return [*(n for n in public if n in self.__dict__['_words']), *renamed(self.__name__)]
+        known = not name.startswith('__') or name in ('__version__', '__version_info__')
         if not known or name not in self.__dict__['_words']:
             raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
-        found = None if name == '__all__' else counterpart(self.__name__, name)
+        found = counterpart(self.__name__, name)
         return Internal(f'{self.__name__}.{name}') if found is None else found
 
 

@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-__all__ = ['counterpart', 'has_counterpart', 'own_attributes', 'private_attributes']
+__all__ = ['counterpart', 'has_counterpart', 'own_attributes', 'private_attributes', 'renamed']
 
 LIBRARY = Path(__file__).parents[1] / 'braintrace_fast'
 PRIMITIVES = {
@@ -94,6 +94,11 @@ def counterpart(module: str, name: str) -> Any:
         return None
     home, _, attribute = place.partition(':')
     return getattr(importlib.import_module(home), attribute)
+
+
+def renamed(module: str) -> list[str]:
+    """Names of a module of the reference that this library calls otherwise."""
+    return [name.rpartition('.')[2] for name in RENAMED if name.rpartition('.')[0] == module]
 
 
 def private_attributes(folder: Path, tests: bool = False) -> frozenset[str]:
