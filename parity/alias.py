@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -98,14 +98,17 @@ class _Alias(ModuleType):
         super().__init__(name, target.__doc__)
         self.__dict__['_target'] = target
         self.__dict__['_words'] = _words(source)
-        if '__getattr__' in vars(target):  # called by Python itself, its caller is the test
-            self.__dict__['__getattr__'] = target.__getattr__
+        if '__getattr__' in vars(target):  # its caller is the test, and its module the alias
+            own = {**vars(target), '__name__': name}
+            self.__dict__['__getattr__'] = FunctionType(target.__getattr__.__code__, own)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('_') and not name.startswith('__') and name in self.__dict__['_words']:
             found = counterpart(self.__name__, name)
             return Internal(f'{self.__name__}.{name}') if found is None else found
-        return getattr(self.__dict__['_target'], name)
+        if name not in vars(self.__dict__['_target']):
+            raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
+        return vars(self.__dict__['_target'])[name]
 
     def __dir__(self) -> list[str]:
         return dir(self.__dict__['_target'])

@@ -20,7 +20,7 @@ OUTSIDE = (
     'Functions of a weight act on it outside of the op, and gradients are pulled back through '
     'them; they are no parameters of the equation.'
 )
-OWN_NAME = "Objects and messages bear this library's name, and not braintrace's."
+OWN_NAME = 'Objects say that they are of this library, and not of braintrace.'
 FORMATS = (
     'The formats of sparse matrices are known by their indices, and need no method of the matrix: '
     'more of them are taken than in braintrace, but none of which only methods are known.'
@@ -54,6 +54,11 @@ REASONS: tuple[Reason, ...] = (
     Reason('*_op/_primitive_test.py::*::test_promoted_params_*', OUTSIDE, "'weight_fn'"),
     Reason('*_op/elemwise_test.py::*::test_fn_carried_as_primitive_param', OUTSIDE, 'len('),
     Reason(
+        '*_op/conv_test.py::*::test_strides_propagate',
+        'The geometry of a convolution is one parameter of its equation, `geometry`.',
+        "'strides'",
+    ),
+    Reason(
         '*_op/conv_test.py::TestGroupedConvDrtrlRejection::*',
         'Grouped convolutions are traced, exactly.',
         'DID NOT RAISE',
@@ -69,7 +74,6 @@ REASONS: tuple[Reason, ...] = (
     Reason('*_op/sparse_test.py::*::test_rejects_brainunit_sparse', FORMATS, 'DID NOT RAISE'),
     Reason('*_op/sparse_test.py::*::test_rejects_plain_array', FORMATS, 'dt2t_transposed'),
     Reason('*_misc_test.py::TestExceptions::*', OWN_NAME, "== 'braintrace'"),
-    Reason('*nn/__init___test.py::test_fallthrough_*', OWN_NAME, 'braintrace_fast.nn'),
     Reason(
         '*_testing/oracle_models_test.py::*::test_single_step_zeroes_every_plain_key',
         'A weight that is not traced has the gradient of its step here, and not zero.',
