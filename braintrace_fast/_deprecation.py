@@ -25,8 +25,8 @@ def superseded(module: str, name: str, names: Mapping[str, Superseded]) -> Any:
     # `from module import name` looks whether the name is there, and then gets it.
     if sys._getframe(2).f_globals.get('__name__') != 'importlib._bootstrap':
         warnings.warn(
-            f'{module}.{name} is deprecated{since and " since " + since}, and will be removed: '
-            f'use {successor}.',
+            f'{module}.{name} is deprecated{since and " since " + since}, and will be removed. '
+            f'Use {successor} instead.',
             DeprecationWarning,
             stacklevel=3,
         )

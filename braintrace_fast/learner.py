@@ -22,6 +22,7 @@ from .algorithm import (
     ThreeFactor,
     pp_prop,
 )
+from .compiler import check_traced
 
 __all__ = ['ETraceVmap', 'compile']
 
@@ -85,6 +86,12 @@ def compile(
     ETraceVjpAlgorithm or ETraceVmap
         The learner, ready to be called; with ``vmap``, its wrapper.
 
+    Raises
+    ------
+    CompilationError
+        If no weight can be traced; a learning rule that is constructed by itself takes such a model
+        too, and gives every weight the gradient of the step or chunk.
+
     Warns
     -----
     UntracedWarning
@@ -110,6 +117,7 @@ def compile(
         raise ValueError(f'verbose is {verbose!r}; it must be 0, 1 or 2.')
     learner = rule(_initialize(model, batch_size, seed, vmap), **options)
     learner.compile_graph(*example_inputs)
+    check_traced(learner.graph)
     if verbose:
         learner.report.show(verbose)
     return ETraceVmap(learner) if vmap else learner

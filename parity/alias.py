@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
-from .counterparts import counterpart
+from .counterparts import counterpart, renamed
 
 __all__ = ['Internal', 'install']
 
@@ -69,15 +69,23 @@ class Internal:
         return f'Internal({self.__dict__["name"]!r})'
 
 
+def _words(source: Path) -> frozenset[str]:
+    return frozenset(re.findall(r'\w+', source.read_text('utf-8')))
+
+
 class _StandIn(ModuleType):
     """A private module: what it defines or imports is made of this library."""
 
     def __init__(self, name: str, source: Path) -> None:
         super().__init__(name)
-        self.__dict__['_words'] = frozenset(re.findall(r'\w+', source.read_text('utf-8')))
+        self.__dict__['_words'] = _words(source)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith('__') or name not in self.__dict__['_words']:
+        if name == '__all__':  # of what it exports, that which is public or has a counterpart
+            public = importlib.import_module(TARGET).__all__
+            return [*(n for n in public if n in self.__dict__['_words']), *renamed(self.__name__)]
+        known = not name.startswith('__') or name in ('__version__', '__version_info__')
+        if not known or name not in self.__dict__['_words']:
             raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
         found = counterpart(self.__name__, name)
         return Internal(f'{self.__name__}.{name}') if found is None else found
@@ -86,15 +94,21 @@ class _StandIn(ModuleType):
 class _Alias(ModuleType):
     """A public module of this library under the reference's name."""
 
-    def __init__(self, name: str, target: ModuleType) -> None:
+    def __init__(self, name: str, target: ModuleType, source: Path) -> None:
         super().__init__(name, target.__doc__)
         self.__dict__['_target'] = target
+        self.__dict__['_words'] = _words(source)
+        if '__getattr__' in vars(target):  # its caller is the test, and its module the alias
+            own = {**vars(target), '__name__': name}
+            self.__dict__['__getattr__'] = FunctionType(target.__getattr__.__code__, own)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith('_') and not name.startswith('__'):
+        if name.startswith('_') and not name.startswith('__') and name in self.__dict__['_words']:
             found = counterpart(self.__name__, name)
             return Internal(f'{self.__name__}.{name}') if found is None else found
-        return getattr(self.__dict__['_target'], name)
+        if name not in vars(self.__dict__['_target']):
+            raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
+        return vars(self.__dict__['_target'])[name]
 
     def __dir__(self) -> list[str]:
         return dir(self.__dict__['_target'])
@@ -119,11 +133,12 @@ class _Finder:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        folder = self.sources.joinpath(*spec.name.split('.'))
+        source = folder / '__init__.py' if folder.is_dir() else folder.with_suffix('.py')
         if any(part.startswith('_') for part in spec.name.split('.')):
-            folder = self.sources.joinpath(*spec.name.split('.'))
-            file = folder / '__init__.py' if folder.is_dir() else folder.with_suffix('.py')
-            return _StandIn(spec.name, file)
-        module = _Alias(spec.name, importlib.import_module(TARGET + spec.name[len(NAME) :]))
+            return _StandIn(spec.name, source)
+        target = importlib.import_module(TARGET + spec.name[len(NAME) :])
+        module = _Alias(spec.name, target, source)
         module.__path__ = spec.submodule_search_locations or []
         return module
 

@@ -13,10 +13,34 @@ from typing import Any
 
 from .readers import READERS
 
-__all__ = ['counterpart', 'has_counterpart', 'own_attributes', 'private_attributes']
+__all__ = ['counterpart', 'has_counterpart', 'own_attributes', 'private_attributes', 'renamed']
 
 LIBRARY = Path(__file__).parents[1] / 'braintrace_fast'
-RENAMED: dict[str, str] = {**READERS}
+PRIMITIVES = {
+    'etp_conv_p': ('conv', 'conv:conv_p'),
+    'etp_einsum_p': ('einsum', 'einsum:einsum_p'),
+    'etp_elemwise_p': ('elemwise', 'element_wise:element_wise_p'),
+    'etp_emb_p': ('embedding', 'embedding:embedding_p'),
+    'etp_emb_v_p': ('embedding', 'embedding:embedding_p'),
+    'etp_gmm_p': ('grouped', 'grouped_matmul:grouped_matmul_p'),
+    'etp_gmv_p': ('grouped', 'grouped_matmul:grouped_matmul_p'),
+    'etp_lora_mm_p': ('lora', 'lora_matmul:lora_matmul_p'),
+    'etp_lora_mv_p': ('lora', 'lora_matmul:lora_matmul_p'),
+    'etp_mm_p': ('dense', 'matmul:matmul_p'),
+    'etp_mv_p': ('dense', 'matmul:matmul_p'),
+    'etp_sp_mm_p': ('sparse', 'sparse_matmul:sparse_matmul_p'),
+    'etp_sp_mv_p': ('sparse', 'sparse_matmul:sparse_matmul_p'),
+}
+"""Ops as relations and diagnostics name them: one here, with and without a batch."""
+RENAMED: dict[str, str] = {
+    f'braintrace._op{module}.{name}': f'braintrace_fast.op.{place}'
+    for name, (home, place) in PRIMITIVES.items()
+    for module in ('', f'.{home}')
+} | {
+    'braintrace.nn._DEPRECATED_TO_BRAINPY_STATE': 'braintrace_fast.nn.forwards:_NEURONS',
+    'braintrace.nn._DEPRECATED_TO_BRAINSTATE_NN': 'braintrace_fast.nn.forwards:_LAYERS',
+    **READERS,
+}
 """By ``module.name`` of the reference, ``module:name`` of this library."""
 
 
@@ -75,6 +99,11 @@ def counterpart(module: str, name: str) -> Any:
     return getattr(importlib.import_module(home), attribute)
 
 
+def renamed(module: str) -> list[str]:
+    """Names of a module of the reference that this library calls otherwise."""
+    return [name.rpartition('.')[2] for name in RENAMED if name.rpartition('.')[0] == module]
+
+
 def private_attributes(folder: Path, tests: bool = False) -> frozenset[str]:
     """Names with one leading underscore that sources define: methods, attributes, functions."""
     found: set[str] = set()
@@ -92,5 +121,5 @@ def private_attributes(folder: Path, tests: bool = False) -> frozenset[str]:
 
 @functools.cache
 def own_attributes() -> frozenset[str]:
-    """The same of this library."""
-    return private_attributes(LIBRARY)
+    """The same of this library, and what is renamed."""
+    return private_attributes(LIBRARY) | {name.rpartition('.')[2] for name in RENAMED}

@@ -6,7 +6,8 @@ that it uses,
 1. names an object of a private module that is not public and has no counterpart here, or the list
    of its names (``__all__``), or
 2. names an attribute with one leading underscore that the reference's sources define and ours do
-   not, be it to read, to call, to override or to patch it.
+   not, be it to read, to call, to override or to patch it, or
+3. reads the project file of the reference.
 """
 
 import ast
@@ -21,6 +22,7 @@ from .readers import READERS
 
 __all__ = ['internal_names']
 
+PROJECT_FILE = 'pyproject.toml'
 SET_UP = ('setup_method', 'setup_class', 'setUp', 'setUpClass', 'setup_module')
 
 
@@ -103,6 +105,8 @@ class _Reader:
                 self._attribute(part.name, own | {part.name} if part is node else own)
             elif isinstance(part, ast.Attribute):
                 self._attribute(part.attr, own)
+            elif isinstance(part, ast.Constant) and part.value == PROJECT_FILE:
+                self.found.add(PROJECT_FILE)
             elif isinstance(part, ast.Constant) and isinstance(part.value, str):
                 self._attribute(part.value.rpartition('.')[2], own)
 

@@ -20,7 +20,8 @@ tests with `braintrace` meaning this library. A test counts if it asks for publi
 
 - an object of a private module that is not public and that no module here defines, or the list of
   such a module's names, or
-- an attribute with one leading underscore that braintrace's sources define and ours do not.
+- an attribute with one leading underscore that braintrace's sources define and ours do not, or
+- the project file of braintrace.
 
 `parity/internals.py` reads that off the sources of the tests. *Skipped* are tests that skip
 themselves, and those that braintrace fails as well. The *share* is of tests passed and failed.

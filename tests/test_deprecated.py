@@ -55,7 +55,7 @@ def test_each_access_warns_once_and_says_what_to_use(name):
         assert found.__name__ == name and [w.category for w in caught] == [DeprecationWarning]
         text = str(caught[0].message)
         assert text.startswith(f'braintrace_fast.{name} is deprecated since braintrace 0.2.0, and ')
-        assert f'will be removed: use {DEPRECATED[name].successor}.' in text
+        assert f'will be removed. Use {DEPRECATED[name].successor} instead.' in text
         assert caught[0].filename == __file__  # where the name is used
 
 

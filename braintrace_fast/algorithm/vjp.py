@@ -12,7 +12,7 @@ import numpy as np
 
 from .._typing import Path
 from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph, Scope
-from ..compiler.untraced import check_traced, warn_of_untraced
+from ..compiler.untraced import warn_of_untraced
 from ..driver import (
     ChunkInside,
     Driver,
@@ -158,7 +158,6 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
 
     def _prepare(self) -> None:
         """Make all that depends on the graph."""
-        check_traced(self.graph)
         config = self.config
         mixes = config.include_recurrent_mixing and config.trace_factorization == 'per_param'
         other = config.learning_signal in ('random_feedback', 'modulatory')

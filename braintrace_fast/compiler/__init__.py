@@ -18,7 +18,7 @@ from .relation import HiddenParamOpRelation
 from .report import CompilationReport
 from .scope import Coupled, Neighbourhood, Scope
 from .transition import GroupTransition
-from .untraced import untraced_message, warn_of_untraced
+from .untraced import check_traced, untraced_message, warn_of_untraced
 from .weight_way import WeightWay
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     'Neighbourhood',
     'Scope',
     'WeightWay',
+    'check_traced',
     'compile_etrace_graph',
     'compiler_context',
     'diagnostic_context',

@@ -107,7 +107,7 @@ def compile_etrace_graph(
     Raises
     ------
     CompilationError
-        If the model has no hidden state.
+        If the model has no hidden state, or one that changes its shape or type.
     NotSupportedError
         If the step writes a ``ParamState``, or Jacobians between neighbours have too many elements.
     NotImplementedError

@@ -28,13 +28,7 @@ _IN_PART = frozenset(
 
 
 def check_traced(graph: ETraceGraph) -> None:
-    """Refuse a model of which no weight is traced.
-
-    Raises
-    ------
-    CompilationError
-        If there is none; it says why.
-    """
+    """Refuse a model without a weight that is traced, and say of each weight why not."""
     if graph.hidden_param_op_relations:
         return
     reasons = [f'  - {record.message}' for record in graph.diagnostics if record.weight_path]

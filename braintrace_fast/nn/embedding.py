@@ -83,11 +83,12 @@ class Embedding(brainstate.nn.Embedding):
         return embedding(indices, self.weight.value)
 
     def _refuse_untraced(self) -> None:
-        defaults = {'padding_idx': None, 'max_norm': None, 'scale_grad_by_freq': False}
-        for name, default in (defaults | {'freeze': False}).items():
-            if (found := getattr(self, name)) != default:
-                raise NotImplementedError(
-                    f'Embedding: found {name}={found!r}, expected {default!r}: what it does to '
-                    'rows or gradients cannot be traced. Use brainstate.nn.Embedding, whose table '
-                    'is not traced.'
-                )
+        defaults = dict(max_norm=None, freeze=False, scale_grad_by_freq=False, padding_idx=None)
+        found = {name: getattr(self, name) for name in defaults}
+        wrong = [f'{name}={found[name]!r}' for name in found if found[name] != defaults[name]]
+        if wrong:
+            raise NotImplementedError(
+                f'Embedding does not support: {", ".join(wrong)}. What that does to rows or '
+                'gradients cannot be traced: leave it out, or use brainstate.nn.Embedding, whose '
+                'table is not traced.'
+            )

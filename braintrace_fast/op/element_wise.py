@@ -53,7 +53,7 @@ def _contract(plane: jax.Array, trace: Weights, *, shape: tuple[int, ...]) -> We
 
 
 element_wise_p = register_primitive(
-    'etp_element_wise',
+    'etp_elemwise',
     _forward,
     gradient_enabled=True,
     trainable_invars_fn=lambda params: {'weight': 0},

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import saiunit as u
 
 from .operands import check_floats, matmul_precision, numbers_of
@@ -74,7 +75,7 @@ def _scattered(x: jax.Array, values: jax.Array, lead: tuple[int, ...], rows: int
 
 
 embedding_p = register_primitive(
-    'etp_embedding',
+    'etp_emb',
     _forward,
     batched=True,
     weight_vjp=_weight_vjp,
@@ -156,7 +157,8 @@ def _check(indices: jax.Array, weight: jax.Array) -> None:
     rows = len(weight)
     if isinstance(indices, jax.core.Tracer) or not indices.size:
         return
-    lowest, highest = int(indices.min()), int(indices.max())
+    numbers = np.asarray(indices)  # jnp would make tracers of them where a function is traced
+    lowest, highest = int(numbers.min()), int(numbers.max())
     if lowest < -rows or highest >= rows:
         raise IndexError(
             f'embedding: found indices from {lowest} to {highest}, expected {-rows} to {rows - 1} '

@@ -17,9 +17,7 @@ from .outer import affine_primitive
 __all__ = ['grouped_matmul', 'grouped_matmul_p']
 
 
-grouped_matmul_p = affine_primitive(
-    'etp_grouped_matmul', partial(jnp.einsum, '...gi,gio->...go'), groups=1
-)
+grouped_matmul_p = affine_primitive('etp_gmm', partial(jnp.einsum, '...gi,gio->...go'), groups=1)
 
 
 def grouped_matmul(

@@ -74,7 +74,7 @@ def _diagonal(weights: Weights, sources: np.ndarray, *, alpha: float, **_: Any) 
 
 
 lora_matmul_p = register_primitive(
-    'etp_lora_matmul',
+    'etp_lora_mm',
     _forward,
     batched=True,
     trainable_invars_fn=_trainable_invars,

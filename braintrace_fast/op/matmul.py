@@ -16,7 +16,7 @@ from .outer import affine_primitive
 __all__ = ['matmul', 'matmul_p']
 
 
-matmul_p = affine_primitive('etp_matmul', jnp.dot)
+matmul_p = affine_primitive('etp_mm', jnp.dot)
 
 
 def matmul(

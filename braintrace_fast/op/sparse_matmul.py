@@ -128,7 +128,7 @@ def _diagonal(
 
 
 sparse_matmul_p = register_primitive(
-    'etp_sparse_matmul',
+    'etp_sp_mm',
     _forward,
     batched=True,
     trainable_invars_fn=weight_and_bias,

@@ -124,9 +124,10 @@ def format_of(matrix: Any) -> str:
             'brainevent.CSR.fromdense(matrix.todense()).'
         )
     raise TypeError(
-        f'sparse_matmul: found a sparse_mat of type {names[0]}, expected CSR, CSC, '
-        'FixedNumPerPre, FixedNumPerPost or Dense of brainevent, CSR, CSC or COO of '
-        'saiunit.sparse, or BCOO or BCSR of jax.experimental.sparse. Convert it to one of them.'
+        f'sparse_matmul: found a sparse_mat of type {names[0]}, expected a '
+        'brainevent.DataRepresentation (CSR, CSC, FixedNumPerPre, FixedNumPerPost or Dense), CSR, '
+        'CSC or COO of saiunit.sparse, or BCOO or BCSR of jax.experimental.sparse. Convert it to '
+        'one of them.'
     )
 
 

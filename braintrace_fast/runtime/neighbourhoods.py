@@ -114,7 +114,7 @@ class Neighbourhoods:
                 raise ValueError('The model was not compiled with the scope Neighbourhood.')
             own = Neighbourhood(group, transition, group.snap)
             self.groups.append(own if links_to(links, group) else None)
-        self.copies = max(own.size for own in self.learned)
+        self.copies = max((own.size for own in self.learned), default=1)
 
     @property
     def learned(self) -> list[Neighbourhood]:

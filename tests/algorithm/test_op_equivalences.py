@@ -162,7 +162,7 @@ def test_a_product_of_weights_that_varies_is_not_traced_and_said_so(side):
 
     model, xs = Leaky(drive, params, OUTPUTS), jnp.asarray(XS[:1])
     learner = btf.compile(model, 'd_rtrl', xs[0], batch_size=BATCH)
-    assert [r.primitive.name for r in learner.graph.hidden_param_op_relations] == ['etp_matmul']
+    assert [r.primitive.name for r in learner.graph.hidden_param_op_relations] == ['etp_mm']
     kinds = {record.kind for record in learner.graph.diagnostics}
     assert btf.DiagnosticKind.WEIGHT_VARIES_IN_TIME in kinds
     true = testing.bptt(model, xs, step_fn=partial(loss, model))

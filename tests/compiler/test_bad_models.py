@@ -149,17 +149,6 @@ class Fails(Leaky):
 BAD = [
     (NoHiddenState, CompilationError, ['no brainstate.HiddenState', 'Make what carries over']),
     (
-        NoTracedWeight,
-        CompilationError,
-        ['No weight of the model can be traced', "('W',) passes through no ETP op", 'matmul'],
-    ),
-    (
-        OnlyReadout,
-        CompilationError,
-        ["('R',) is not traced", 'reaches no hidden state', "('W',) passes through no ETP op"],
-    ),
-    (NoWeight, CompilationError, ['uses no ParamState at all', 'an op of this library']),
-    (
         WritesWeight,
         NotSupportedError,
         ["writes the ParamState at ('W',)", 'update them after it', 'ShortTermState'],
@@ -208,6 +197,20 @@ BAD = [
 ]
 
 
+# Per model without a weight that could be traced: what is said of it.
+NOTHING_TRACED = [
+    (
+        NoTracedWeight,
+        ['No weight of the model can be traced', "('W',) passes through no ETP op", 'matmul'],
+    ),
+    (
+        OnlyReadout,
+        ["('R',) is not traced", 'reaches no hidden state', "('W',) passes through no ETP op"],
+    ),
+    (NoWeight, ['uses no ParamState at all', 'an op of this library']),
+]
+
+
 def snapshot(model):
     """All that could have changed: states, values (the very objects), and flags."""
     states = dict(model.states())
@@ -236,14 +239,22 @@ def test_a_bad_model_is_refused_with_what_was_found_and_what_to_do(make, error, 
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize('make', [NoTracedWeight, OnlyReadout, NoWeight])
-def test_a_model_of_which_nothing_is_traced_can_be_looked_at(make):
+@pytest.mark.parametrize('make, says', NOTHING_TRACED)
+def test_compile_refuses_a_model_of_which_nothing_is_traced(make, says):
+    with pytest.raises(CompilationError) as caught:
+        btf.compile(build(make), 'd_rtrl', draw(N_IN))
+    for part in says:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize('make, says', NOTHING_TRACED)
+def test_the_graph_of_a_model_of_which_nothing_is_traced_has_no_relations(make, says):
     model, x = build(make), draw(N_IN)
     graph = btf.compile_etrace_graph(model, x)
-    assert not graph.hidden_param_op_relations and btf.CompilationReport(graph).etrace_weights == []
-    assert list(graph.hid_path_to_group) == [('h',)]
     zeros = graph.hidden_perturb.init_perturb_data()
     assert np.array_equal(graph.call_hidden_perturb([x], zeros)[0], model(x))
+    assert not graph.hidden_param_op_relations
+    assert [group.hidden_paths for group in graph.hidden_groups] == [[('h',)]]
 
 
 @pytest.mark.parametrize('make', [make for make, *_ in BAD])

@@ -51,12 +51,17 @@ def test_rows_of_an_embedding_may_have_any_shape() -> None:
 )
 def test_options_that_cannot_be_traced_are_refused(option) -> None:
     ((name, value),) = option.items()
-    with pytest.raises(NotImplementedError, match=f'found {name}={value!r}, expected'):
+    with pytest.raises(NotImplementedError, match=f'does not support: {name}={value!r}'):
         nn.Embedding(5, 3, **{name: value})
     layer = nn.Embedding(5, 3)
     setattr(layer, name, value)
     with pytest.raises(NotImplementedError, match=name):
         layer(jnp.array(0))
+
+
+def test_all_options_that_cannot_be_traced_are_named_and_no_others() -> None:
+    with pytest.raises(NotImplementedError, match='support: freeze=True, padding_idx=2. '):
+        nn.Embedding(5, 3, padding_idx=2, freeze=True)
 
 
 @pytest.mark.parametrize('options', [{'padding_idx': 7}, {'num_embeddings': -5}])

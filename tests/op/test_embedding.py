@@ -64,6 +64,17 @@ def test_an_index_out_of_range_gives_nan_under_jit_and_no_gradient() -> None:
     np.testing.assert_array_equal(grads['weight'], [[0, 0], [1, 1], [0, 0], [0, 0]])
 
 
+@pytest.mark.parametrize('outside', [False, True])
+def test_indices_that_a_traced_function_closes_over_are_checked(outside) -> None:
+    indices = jnp.array([2, 2, 4 if outside else 0])
+    if outside:
+        with pytest.raises(IndexError, match='from 2 to 4'):
+            jax.jit(lambda w: embedding(indices, w))(TABLE)
+    else:
+        grads = jax.jit(jax.grad(lambda w: embedding(indices, w).sum()))(TABLE)
+        np.testing.assert_array_equal(grads, [[1, 1], [0, 0], [2, 2], [0, 0]])
+
+
 @pytest.mark.parametrize(
     ('indices', 'weight', 'error', 'message'),
     [

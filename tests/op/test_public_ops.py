@@ -120,10 +120,10 @@ def test_what_the_compiler_reads_off_the_primitives() -> None:
     (dense,) = jax.make_jaxpr(matmul)(x, weight).jaxpr.eqns
     (marked,) = jax.make_jaxpr(element_wise)(weight).jaxpr.eqns
     assert isinstance(dense.primitive, ETPPrimitive)
-    assert dense.primitive.name == 'etp_matmul'
+    assert dense.primitive.name == 'etp_mm'
     assert dense.primitive.batched and not dense.primitive.gradient_enabled
     assert (dense.primitive.x_invar_index, dense.primitive.y_outvar_index) == (0, 0)
-    assert marked.primitive.name == 'etp_element_wise'
+    assert marked.primitive.name == 'etp_elemwise'
     assert marked.primitive.gradient_enabled and not marked.primitive.batched
     assert marked.primitive.x_invar_index is None
 

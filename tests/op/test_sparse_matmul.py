@@ -260,7 +260,7 @@ def fixed(indices: Any) -> Any:
         (X, jnp.ones(ENTRIES, int), {}, TypeError, 'weight of dtype int32'),
         (X, W, {'bias': jnp.ones(4, bool)}, TypeError, 'bias of dtype bool'),
         (X * u.mV, W, {'bias': jnp.ones(4)}, u.UnitMismatchError, 'bias has the unit 1'),
-        (X, W, {'sparse_mat': np.ones(SHAPE)}, TypeError, 'type ndarray, expected CSR'),
+        (X, W, {'sparse_mat': np.ones(SHAPE)}, TypeError, 'type ndarray, expected a brainevent'),
         (X, W, {'sparse_mat': coo([0], [4])}, ValueError, '1 entries.*column 4, expected 0 to 3'),
         (X, W, {'sparse_mat': coo([5, 0], [0, 0])}, ValueError, 'row 5, expected 0 to 4'),
         (X, W, {'sparse_mat': coo([-1], [0])}, ValueError, 'row -1'),
