@@ -99,6 +99,27 @@ class ReadsUnstored(Leaky):
         return new
 
 
+class Remembers(Leaky):
+    """A state that only keeps the old value of another."""
+
+    def __init__(self, lib: ModuleType):
+        super().__init__(lib)
+        self.W = parameter(N_IN, N)
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.old = brainstate.HiddenState(jnp.zeros_like(self.h.value))
+
+    def drive(self, x):
+        return self.lib.matmul(x, self.W.value)
+
+    def update(self, x):
+        old = self.h.value
+        new = super().update(x)
+        self.old.value = old
+        return new * self.old.value
+
+
 class OutputLoops(Leaky):
     def update(self, x):
         def body(carry):
@@ -229,6 +250,7 @@ MODELS = {
     'reads_old': ReadsOld,
     'reads_unstored': ReadsUnstored,
     'output_loops': OutputLoops,
+    'remembers': Remembers,
     'substeps': Substeps,
     **{f'substeps_{kind}': partial(Substeps, kind=kind) for kind in SUBSTEPS},
     'normalised': Normalised,

@@ -139,6 +139,12 @@ def test_an_output_that_reads_a_value_before_it_is_stored_counts(reference, diff
     check_errors(differs, theirs, ours, truth('reads_unstored'), deviation=0.1)
 
 
+@row('state that only keeps')
+def test_a_state_that_keeps_the_old_value_of_another_is_of_its_group(reference, differs):
+    ours, theirs = (gradient(lib, 'remembers') for lib in (btf, reference))
+    check_errors(differs, theirs, ours, bptt('remembers'), deviation=0.1)
+
+
 @row('output that reads a `while`')
 def test_an_output_that_reads_a_loop_of_the_states_counts(reference, differs):
     true = truth('output_loops')
