@@ -3,6 +3,7 @@
 WORKERS ?= 2
 MARKS ?= not slow
 ARGS ?=
+PY ?= py311
 SECONDS ?= 60
 
 comma := ,
@@ -26,20 +27,21 @@ demo: .venv/py311/.ready ## train a spiking network online and draw it (ARGS="--
 	@.venv/py311/bin/python examples/delayed_match.py --plot build/demo.png $(ARGS)
 
 # Explicit files: the suites are no tests, and pytest does not look for them.
-RUN_BENCH = JAX_PLATFORMS=cpu .venv/py311/bin/python -W ignore -m
+# PY=py313 takes the newest JAX, and braintrace 0.2.8 instead of 0.2.6.
+RUN_BENCH = JAX_PLATFORMS=cpu .venv/$(PY)/bin/python -W ignore -m
 BENCH = $(RUN_BENCH) pytest benchmarks/bench_*.py -q -W ignore -p no:xdist --benchmark-columns=median,iqr,rounds
 QUICK = -m quick --seconds 1.5 --no-peak
 # What is counted is the program before LLVM gets it.
 COUNT = XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" $(RUN_BENCH) benchmarks.gate work
 
-bench: .venv/py311/.ready ## measure against BPTT and braintrace: table, JSON, docs/scaling.png (ARGS="--full")
-	@echo "==> bench: suites of benchmarks/ in .venv/py311"
+bench: .venv/$(PY)/.ready ## measure against BPTT and braintrace: table, JSON, docs/scaling.png (ARGS="--full", PY=py313)
+	@echo "==> bench: suites of benchmarks/ in .venv/$(PY)"
 	@mkdir -p benchmarks/results
 	@$(BENCH) --benchmark-json=benchmarks/results/bench.json $(ARGS)
 	@$(RUN_BENCH) benchmarks.report benchmarks/results/bench.json --plot docs/scaling.png
 
-bench-quick: .venv/py311/.ready ## the same on few workloads
-	@echo "==> bench-quick: suites of benchmarks/ in .venv/py311, what is marked quick"
+bench-quick: .venv/$(PY)/.ready ## the same on few workloads
+	@echo "==> bench-quick: suites of benchmarks/ in .venv/$(PY), what is marked quick"
 	@mkdir -p benchmarks/results
 	@$(BENCH) $(QUICK) --benchmark-json=benchmarks/results/quick.json $(ARGS)
 	@$(RUN_BENCH) benchmarks.report benchmarks/results/quick.json
@@ -54,15 +56,15 @@ bench-gate: bench-quick ## fail if ratios are worse than those recorded, beyond 
 		done; \
 		$(RUN_BENCH) benchmarks.gate ratios benchmarks/results/quick.json benchmarks/results/again-*.json; }
 
-bench-work: .venv/py311/.ready ## fail if compiled programs do more work than recorded (ARGS=--record records it)
+bench-work: .venv/$(PY)/.ready ## fail if compiled programs do more work than recorded (ARGS=--record records it)
 	@echo "==> bench-work: counted work against benchmarks/baseline.json"
 	@$(COUNT) $(ARGS)
 
 # Three processes: ratios differ more between processes than between the rounds of one.
-bench-record: .venv/py311/.ready ## record ratios, with their spread over three runs, and counted work anew
+bench-record: .venv/$(PY)/.ready ## record ratios, with their spread over three runs, and counted work anew
 	@mkdir -p benchmarks/results
 	@for run in 1 2 3; do \
-		echo "==> bench-record: suites of benchmarks/ in .venv/py311, what is marked quick, run $$run of 3"; \
+		echo "==> bench-record: suites of benchmarks/ in .venv/$(PY), what is marked quick, run $$run of 3"; \
 		$(BENCH) $(QUICK) --benchmark-json=benchmarks/results/record-$$run.json || exit 1; \
 	done
 	@$(RUN_BENCH) benchmarks.report benchmarks/results/record-1.json

@@ -14,7 +14,7 @@ from benchmarks.contenders import CONTENDERS, build
 from benchmarks.workloads import WORKLOADS, step_loss
 from braintrace_fast import benchmarking
 
-pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
+pytest.importorskip('braintrace', reason='needs the bench extra')
 
 PAIRS = {'d_rtrl carry': 'braintrace D_RTRL', 'pp_prop': 'braintrace pp_prop'}
 CASES = [pytest.param('d_rtrl carry', marks=pytest.mark.quick), 'pp_prop']

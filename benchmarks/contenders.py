@@ -64,7 +64,7 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def library(name: str) -> Any:
-    """The module of a library; the reference is for Python 3.11."""
+    """The module of a library; of the reference, 0.2.6 on Python 3.11 and 0.2.8 on later ones."""
     if name == 'braintrace_fast':
         return braintrace_fast
     import braintrace

@@ -64,6 +64,14 @@ def _environment():
         yield
 
 
+@pytest.fixture(scope='session')
+def reference():
+    """braintrace: 0.2.6 on Python 3.11, and 0.2.8 on later ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return pytest.importorskip('braintrace', reason='needs the test extra')
+
+
 @pytest.fixture
 def silent(_environment):
     """Make it an error to warn of weights that are not traced."""
@@ -82,6 +90,9 @@ def pytest_addoption(parser):
 
 
 CACHE_BYTES = 300e6
+OF_THE_REFERENCE = pytest.mark.filterwarnings(
+    'ignore:core.Jaxpr is missing a DebugInfo:DeprecationWarning'
+)
 
 
 def pytest_configure(config):
@@ -99,6 +110,8 @@ def pytest_collection_modifyitems(config, items):
         _leave_part(config, items)
     groups = {}
     for item in items:
+        if 'reference' in item.fixturenames:
+            item.add_marker(OF_THE_REFERENCE)
         groups.setdefault(_group_of(item), []).append(item)
     # Models last: their groups are short, so that all workers end at about the same time.
     ordered = sorted(groups, key=_models().__contains__)

@@ -32,13 +32,6 @@ def quiet():
         yield
 
 
-@pytest.fixture(scope='module')
-def reference() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        return pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
-
-
 def draw(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 

@@ -18,6 +18,7 @@ REPLACEMENTS = {
     '_wrap_etrace_stepper': ENGINE,
     '_make_scan_fn': ENGINE,
     '_solve_weight_gradients': ENGINE,
+    '_solve_previous_trace_gradients': ENGINE,
     '_substitutes_hidden_jacobians': ENGINE,
     '_substitute_hidden_jacobians': ENGINE,
     '_get_etrace_data': 'make_engine; the state `trace` holds what the engine carries',

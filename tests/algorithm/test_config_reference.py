@@ -75,9 +75,8 @@ def gradient(library, fields):
 @pytest.mark.parametrize(
     'fields', CONFIGS, ids=lambda fields: btf.ETraceConfig(**fields).describe()
 )
-def test_a_configuration_learns_as_in_the_reference(fields, x64):
+def test_a_configuration_learns_as_in_the_reference(reference, fields, x64):
     with warnings.catch_warnings(), promoting():
         warnings.simplefilter('ignore')
-        reference = pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
         true = gradient(reference, fields)
     check(gradient(btf, fields), true, rtol=1e-10)

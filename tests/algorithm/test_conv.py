@@ -1,7 +1,6 @@
 """Convolutions in learners: every layout of the bias, and beside the reference."""
 
 import functools
-import warnings
 
 import brainstate
 import jax
@@ -178,10 +177,7 @@ def test_a_larger_budget_and_a_smaller_trace_have_room(little_memory):
 
 
 @pytest.mark.parametrize('kernel_fn', [None, jnp.tanh], ids=['raw', 'hook'])
-def test_the_reference_gives_the_same_where_it_is_right(kernel_fn):
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        reference = pytest.importorskip('braintrace', reason='it needs Python 3.11')
+def test_the_reference_gives_the_same_where_it_is_right(reference, kernel_fn):
     xs, options = draw(4, 2, 5, 4, 2), {'kernel_fn': kernel_fn, **IMAGE}
     gradients = []
     for library in (btf, reference):

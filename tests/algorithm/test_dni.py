@@ -1,7 +1,5 @@
 """DNI: what comes after a chunk reaches weights that are not traced, by a guess."""
 
-import warnings
-
 import brainstate
 import braintools
 import jax
@@ -188,10 +186,7 @@ def test_there_is_no_call_without_a_synthesiser_nor_with_one_of_another_shape():
 
 
 @pytest.mark.parametrize('chunk', [1, 3])
-def test_training_is_that_of_the_reference(x64, promotes, chunk):
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        reference = pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
+def test_training_is_that_of_the_reference(reference, x64, promotes, chunk):
     xs = sequence()[1]
     ours = with_synthesizer(0.3)
     theirs = learner_of(reference.DNI, Net(reference.matmul))

@@ -1,8 +1,7 @@
-"""Ops that are others in disguise: the same gradients and traces; and those of braintrace 0.2.6."""
+"""Ops that are others in disguise: the same gradients and traces; and those of braintrace."""
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -171,13 +170,6 @@ def test_a_product_of_weights_that_varies_is_not_traced_and_said_so(side):
 
 
 # Beside the reference
-
-
-@pytest.fixture(scope='module')
-def reference() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        return pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
 
 
 LORA = {'b': draw(INPUTS, RANK), 'a': draw(RANK, OUTPUTS, seed=1), 'c': draw(OUTPUTS, seed=2)}

@@ -510,13 +510,6 @@ def test_a_scan_that_is_kept_is_refused():
 # Beside braintrace
 
 
-@pytest.fixture(scope='module')
-def reference():
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        return pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
-
-
 def test_the_reference_agrees_where_it_is_right(reference, monkeypatch):
     xs = inputs()
     true = gradient(learn(Substeps(1)), xs)

@@ -1,7 +1,6 @@
 """UORO: a random trace, whose mean over all signs gives the gradient of the whole sequence."""
 
 import itertools
-import warnings
 
 import brainstate
 import jax
@@ -200,10 +199,7 @@ def test_other_signs_with_all_of_them_turned_give_the_same_gradient():
 
 
 @pytest.mark.parametrize('chunk', [2, 3])
-def test_numbers_are_those_of_the_reference_with_the_same_signs(x64, promotes, chunk):
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        reference = pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
+def test_numbers_are_those_of_the_reference_with_the_same_signs(reference, x64, promotes, chunk):
     xs, table = jnp.asarray(DRAWN['xs']), jnp.asarray(RNG.choice([-1.0, 1.0], (6, 2, 2, 1)))
 
     class TheirCell(Cell):

@@ -20,13 +20,6 @@ from tests.promotion import promoting
 pytestmark = pytest.mark.usefixtures('x64')
 
 
-@pytest.fixture(scope='module')
-def reference() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        return pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
-
-
 def linear(library: ModuleType, n_in: int, n_out: int, unit: u.Unit) -> Any:
     weights = braintools.init.Normal(0.5 * unit, 1.0 * unit)
     return library.nn.Linear(n_in, n_out, weights, braintools.init.Constant(0.1 * unit))

@@ -1,7 +1,5 @@
 """Convolutional layers: those of brainstate, those of the reference, and their gradients."""
 
-import warnings
-
 import brainstate
 import jax
 import jax.numpy as jnp
@@ -48,7 +46,7 @@ def made(module, name, *sizes, **options):
 
 @KINDS
 def test_it_is_brainstates_layer_with_and_without_batch(
-    name, in_size, out_channels, kernel_size, options
+    reference, name, in_size, out_channels, kernel_size, options
 ):
     ours, theirs = (
         made(module, name, in_size, out_channels, kernel_size, **options)
@@ -75,11 +73,8 @@ def test_it_is_brainstates_layer_with_and_without_batch(
 
 @KINDS
 def test_the_same_seed_gives_the_weights_of_the_reference(
-    name, in_size, out_channels, kernel_size, options
+    reference, name, in_size, out_channels, kernel_size, options
 ):
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        reference = pytest.importorskip('braintrace', reason='it needs Python 3.11')
     ours, theirs = (
         made(module, name, in_size, out_channels, kernel_size, **options)
         for module in (nn, reference.nn)

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -309,10 +308,7 @@ def test_a_matrix_whose_indices_are_traced_is_refused() -> None:
 
 @pytest.mark.parametrize('name', ['brainevent.CSR', 'brainevent.CSC'])
 @pytest.mark.usefixtures('x64')
-def test_the_reference_computes_the_same(name) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # of the reference's imports
-        braintrace = pytest.importorskip('braintrace', reason='the reference needs Python 3.11')
+def test_the_reference_computes_the_same(reference, name) -> None:
     brainevent.config.set_backend('cpu', 'jax_raw')
     matrix = FORMATS[name]()
     x, weight, bias = draw(3, INPUTS), draw(ENTRIES, seed=2), draw(OUTPUTS, seed=3)
@@ -325,5 +321,5 @@ def test_the_reference_computes_the_same(name) -> None:
         return jax.grad(total, (0, 1, 2))(x, weight, bias)
 
     with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-        expected = gradients(braintrace.sparse_matmul)
+        expected = gradients(reference.sparse_matmul)
     assert_same(gradients(sparse_matmul), expected)
