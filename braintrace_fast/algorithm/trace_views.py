@@ -82,7 +82,7 @@ def ops_of(learner: 'Learner', weight: brainstate.State | Path) -> set[int]:
     """The ops that a weight reaches, or an error that names those that are traced."""
     path: Any = weight
     if isinstance(weight, brainstate.State):
-        path = learner.state_id_to_path.get(id(weight), ())
+        path = learner.state_id_to_path.get(id(weight), 'a state that the step does not use')
     ops = {
         op
         for op, relation in enumerate(learner.graph.hidden_param_op_relations)
