@@ -86,6 +86,10 @@ class _StandIn(ModuleType):
         return Internal(f'{self.__name__}.{name}') if found is None else found
 
 
+def _has_module(folder: Path, name: str) -> bool:
+    return (folder / name).is_dir() or (folder / f'{name}.py').is_file()
+
+
 class _Alias(ModuleType):
     """A public module of this library under the reference's name."""
 
@@ -95,6 +99,8 @@ class _Alias(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('_') and not name.startswith('__'):
+            if any(_has_module(Path(folder), name) for folder in self.__path__):
+                return importlib.import_module(f'{self.__name__}.{name}')
             found = counterpart(self.__name__, name)
             return Internal(f'{self.__name__}.{name}') if found is None else found
         return getattr(self.__dict__['_target'], name)
