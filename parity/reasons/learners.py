@@ -5,6 +5,12 @@ from .reason import Reason
 __all__ = ['REASONS']
 
 MODULES = 'Objects name the module that defines them, which is of another name here.'
+THREE = 'braintrace/_algorithm/three_factor_test.py::'
+NO_GRADIENT = (
+    'A call that nobody differentiates learns nothing, and needs no modulator here. The error comes '
+    'where a gradient is asked for; no other signal takes its place.'
+)
+EARLIER = 'The same error is raised earlier, where the modulator is set.'
 
 REASONS: tuple[Reason, ...] = (
     Reason(
@@ -45,5 +51,28 @@ REASONS: tuple[Reason, ...] = (
         'The error is raised, and says that the scan is not unrolled and why. The reference gives '
         'a warning of the same before it.',
         'DID NOT WARN',
+    ),
+    Reason(f'{THREE}*::test_a_missing_modulator_raises_*', NO_GRADIENT, 'DID NOT RAISE'),
+    Reason(f'{THREE}*::test_an_exception_mid_update_*', NO_GRADIENT, 'DID NOT RAISE'),
+    Reason(f'{THREE}*::test_a_successful_keyword_call_*', NO_GRADIENT, 'DID NOT RAISE'),
+    Reason(f'{THREE}*::test_a_per_group_sequence_*', EARLIER, 'The modulator is a list'),
+    Reason(f'{THREE}*::test_a_non_broadcastable_*', EARLIER, 'The modulator has shape (3, 7)'),
+    Reason(
+        f'{THREE}*::test_a_descended_model_validates_eagerly_too',
+        'An op inside a long scan is refused for rules that replace the learning signal: there is '
+        'none for the states inside the scan, and what came out would be wrong.',
+        "'modulatory' is not followed",
+    ),
+    Reason(
+        f'{THREE}*::test_every_plain_parameter_gets_an_exact_zero_which_is_f_33',
+        'The test pins a flaw that the reference knows as F-33: parameters without a trace get no '
+        'gradient. Here they get that of the step.',
+        'AssertionError',
+    ),
+    Reason(
+        f'{THREE}*::test_reassigning_the_attribute_does_not_retrace',
+        'The test pins a flaw that the reference knows as F-38: a compiled step keeps the first '
+        'modulator. Here it is kept in a state, and a new one counts.',
+        'AssertionError',
     ),
 )
