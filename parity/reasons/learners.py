@@ -7,8 +7,8 @@ __all__ = ['REASONS']
 MODULES = 'Objects name the module that defines them, which is of another name here.'
 THREE = 'braintrace/_algorithm/three_factor_test.py::'
 NO_GRADIENT = (
-    'A call that nobody differentiates learns nothing, and needs no modulator here. The error comes '
-    'where a gradient is asked for; no other signal takes its place.'
+    'A call that nobody differentiates learns nothing, and needs no modulator here. The error '
+    'comes where a gradient is asked for; no other signal takes its place.'
 )
 EARLIER = 'The same error is raised earlier, where the modulator is set.'
 
