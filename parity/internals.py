@@ -3,8 +3,7 @@
 The rule: a test is about internals if it, or a function, class, fixture or constant of a test file
 that it uses,
 
-1. names an object of a private module that is not public and has no counterpart here, or the list
-   of its names (``__all__``), or
+1. names an object of a private module that is not public and has no counterpart here, or
 2. names an attribute with one leading underscore that the reference's sources define and ours do
    not, be it to read, to call, to override or to patch it, or
 3. reads the project file of the reference.
@@ -139,7 +138,7 @@ class _Reader:
     def _is_offered(self, module: str, name: str) -> bool:
         """Whether a test may use a name of a private module."""
         if name.startswith('__'):
-            return name != '__all__'
+            return True
         is_tested = module == self.subject and f'{module}.{name}' in READERS
         return has_counterpart(module, name) and not is_tested
 

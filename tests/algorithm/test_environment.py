@@ -195,7 +195,7 @@ def test_evolving_follows_the_time(timed):
 
     whole, pieces = run(learner), run(other, trace_every=1)
     np.testing.assert_allclose(whole, pieces, rtol=1e-12)
-    check(learner.get_etrace_of(('w',)), other.get_etrace_of(('w',)))
+    check(*(dict(enumerate(one.get_etrace_of(('w',)).values())) for one in (learner, other)))
     restart(learner)
     with brainstate.environ.context(t=0.0):
         frozen = learner.etrace_evolve(jnp.asarray(XS), return_outputs=True)
