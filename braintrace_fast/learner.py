@@ -179,11 +179,12 @@ class _MappedModel(brainstate.nn.Vmap):
         return self.module.states(*filters, **options)
 
 
-class ETraceVmap(brainstate.nn.Module):
+class ETraceVmap(brainstate.nn.Vmap):
     """What ``compile(..., vmap=True)`` returns: a learner of a mapped model.
 
-    It is called and driven like any learner, and has all of the learner's attributes. Traces and
-    gradients run on the mapped model, so that no example gets weight gradients of its own.
+    It is called and driven like any learner, in chunks too, and has all of the learner's
+    attributes. Traces and gradients run on the mapped model, so that no example gets weight
+    gradients of its own.
 
     Parameters
     ----------
@@ -192,12 +193,8 @@ class ETraceVmap(brainstate.nn.Module):
     """
 
     def __init__(self, module: ETraceVjpAlgorithm) -> None:
-        super().__init__()
-        self.module = module
-
-    def update(self, *args: Any, **options: Any) -> Any:
-        """Run one step, or a chunk of steps, for the whole batch."""
-        return self.module(*args, **options)
+        super().__init__(module)
+        self.vmapped_fn = module.__call__  # the model inside is mapped already
 
     @property
     def modulator(self) -> Any:

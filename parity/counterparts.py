@@ -14,7 +14,10 @@ from typing import Any
 __all__ = ['counterpart', 'has_counterpart', 'own_attributes', 'private_attributes']
 
 LIBRARY = Path(__file__).parents[1] / 'braintrace_fast'
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    'braintrace._compile._ALGORITHM_REGISTRY': 'braintrace_fast.learner:ALGORITHMS',
+    'braintrace._compile._resolve_algorithm': 'braintrace_fast.learner:_rule',
+}
 """By ``module.name`` of the reference, ``module:name`` of this library."""
 
 
