@@ -102,7 +102,9 @@ def compile(
     rule = _rule(algorithm)
     if isinstance(algorithm, ETraceConfig):
         if 'config' in options:
-            raise TypeError('Give the configuration once: as the algorithm, or as config=...')
+            raise TypeError(
+                'There are two configurations. Pass it once: as the algorithm, or as config=...'
+            )
         options['config'] = algorithm
     if not example_inputs:
         raise ValueError('Give at least one example input: compile(model, algorithm, x, ...).')

@@ -103,7 +103,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         if self.config.sparse_n is None:
             return MaterializedEngine(graph, **options)
         most = self.snap_max_jacobian_elements
-        return NeighbourhoodEngine(graph, self.config.sparse_n, most, **options)
+        return NeighbourhoodEngine(graph, most, **options)
 
     def factor_transform(self, graph: ETraceGraph) -> FactorTransform | None:
         """What the trace is made of, if not of the graph's own factors: of those of a filter."""

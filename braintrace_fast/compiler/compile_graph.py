@@ -12,8 +12,14 @@ from .._compat import Var
 from ..errors import CompilationError
 from .chained import transition_of
 from .control_flow import ControlFlowPolicy
-from .coupled import coupled_transition
-from .diagnostics import CompilationRecord, diagnostic_context
+from .coupled import CoupledTransition, coupled_transition
+from .diagnostics import (
+    CompilationRecord,
+    DiagnosticKind,
+    DiagnosticLevel,
+    diagnostic_context,
+    emit,
+)
 from .environment import CHANGING
 from .exit_perturbation import add_exit_perturbation
 from .find_groups import find_hidden_groups_from_minfo, step_flow
@@ -24,7 +30,8 @@ from .hidden_group import HiddenGroup
 from .liveness import variables
 from .module_info import ModuleInfo, extract_module_info
 from .relation import HiddenParamOpRelation
-from .scope import Scope
+from .scope import Neighbourhood, Scope
+from .snap_pattern import snap_pattern
 from .transition import Transition
 
 __all__ = ['compile_etrace_graph', 'compiler_context']
@@ -123,6 +130,12 @@ def _graph_of(
         raise CompilationError(_no_relations(records))
     make = coupled_transition if flow.scope.mixes else transition_of
     transitions = tuple(make(flow, group, relations) for group in groups)
+    if isinstance(flow.scope, Neighbourhood):
+        groups = [_with_snap(t, flow.scope.n) for t in transitions]  # type: ignore[arg-type]
+        by_path = brainstate.util.PrettyDict({p: g for g in groups for p in g.hidden_paths})
+        relations = [
+            r._replace(hidden_groups=[groups[g.index] for g in r.hidden_groups]) for r in relations
+        ]
     return ETraceGraph(
         module_info=minfo.add_jaxpr_outs(_hoisted(minfo, groups, relations, transitions)),
         hidden_groups=groups,
@@ -132,6 +145,21 @@ def _graph_of(
         diagnostics=tuple(records),
         transitions=transitions,
     )
+
+
+def _with_snap(transition: CoupledTransition, n: int) -> HiddenGroup:
+    """The group of a transition, with its neighbourhoods."""
+    group, conservative = transition.group, transition.mixers is None
+    snap = snap_pattern(transition.neighbours(), n, conservative)
+    if snap.is_degenerate and n > 1:
+        emit(
+            DiagnosticKind.SNAP_PATTERN_DEGENERATE,
+            DiagnosticLevel.INFO,
+            f'No position of {group.hidden_paths} reaches another one from step to step, so that '
+            f'n={n} gives what n=1 does.',
+            hidden_paths=tuple(group.hidden_paths),
+        )
+    return group._replace(snap=snap)
 
 
 def _with_perturbations(graph: ETraceGraph, flow: Flow) -> ETraceGraph:

@@ -58,6 +58,7 @@ class DiagnosticKind(StrEnum):
     HIDDEN_STATE_READ_ONLY = 'hidden_state_read_only'
     TRANSITION_PROBED = 'transition_probed'
     SNAP_PATTERN_CONSERVATIVE = 'snap_pattern_conservative'
+    SNAP_PATTERN_DEGENERATE = 'snap_pattern_degenerate'
     CARRIED_STATE_NOT_TRACED = 'carried_state_not_traced'
     STATE_MISMATCH = 'state_mismatch'
 

@@ -14,6 +14,7 @@ from .._typing import Path, PyTree
 from ..errors import NotSupportedError
 from ..kernels.promotion import common_type
 from .pretty import pretty
+from .snap_pattern import SnapPattern
 
 __all__ = ['HiddenGroup']
 
@@ -45,6 +46,8 @@ class HiddenGroup(NamedTuple):
     is_position_wise : bool
         False if states of the group also reach each other through an operation other than a matrix
         product that mixes positions (a reduction, a permutation); that influence is not traced.
+    snap : SnapPattern or None
+        The positions that are traced together, in the scope :class:`Neighbourhood`.
 
     Examples
     --------
@@ -65,6 +68,7 @@ class HiddenGroup(NamedTuple):
     transition_jaxpr_constvars: list[Var]
     pattern: tuple[tuple[bool, ...], ...] = ()
     is_position_wise: bool = True
+    snap: SnapPattern | None = None
 
     @property
     def varshape(self) -> tuple[int, ...]:
@@ -82,6 +86,11 @@ class HiddenGroup(NamedTuple):
     def num_state(self) -> int:
         """The number of state planes."""
         return sum(state.num_state for state in self.hidden_states)
+
+    @property
+    def trace_state_width(self) -> int:
+        """The number of planes that the trace of a weight may have: one per neighbour and state."""
+        return self.num_state * (1 if self.snap is None else self.snap.num_neighbour)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from .._typing import Path
 from ..op import ETPPrimitive
 
-__all__ = ['Coupled', 'Neighbourhood', 'Scope']
+__all__ = ['Coupled', 'Neighbourhood', 'Scope', 'Whole']
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Scope:
     """Whether states of a group may also reach each other through what mixes positions."""
     keeps_others: ClassVar[bool] = False
     """Whether ``D`` holds, for a pair of states, a matrix of all positions by all others."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether states that reach each other only through what mixes positions are one group."""
+        return False
 
     def follows(self, op: ETPPrimitive, params: Mapping[str, Any]) -> bool:
         """Whether influence on the input of an op counts as influence on its output.
@@ -85,7 +90,9 @@ class Coupled(Scope):
     Parameters
     ----------
     couple_layers : bool
-        As for :class:`Scope`.
+        Whether to keep the influence of states on those of other layers, through ops too. States
+        of one shape that reach each other are then one group, whose Jacobian is probed, at a cost
+        that grows with the number of positions.
 
     Examples
     --------
@@ -98,6 +105,27 @@ class Coupled(Scope):
     """
 
     mixes: ClassVar[bool] = True
+
+    @property
+    def joins(self) -> bool:
+        """Whether states that reach each other through ops are one group."""
+        return self.couple_layers
+
+
+@dataclass(frozen=True)
+class Whole(Scope):
+    """Leave everything that states do to each other to an engine that takes the whole step.
+
+    Parameters
+    ----------
+    couple_layers : bool
+        As for :class:`Scope`.
+    """
+
+    @property
+    def joins(self) -> bool:
+        """States that reach each other are one group: it costs such an engine nothing."""
+        return True
 
 
 @dataclass(frozen=True)

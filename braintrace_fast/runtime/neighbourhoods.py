@@ -15,16 +15,15 @@ trace there is one cotangent for all of them: reverse mode within the group.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ..compiler import ETraceGraph, HiddenGroup
 from ..compiler.coupled import CoupledTransition
+from ..compiler.snap_pattern import SnapPattern
 from ..errors import NotSupportedError
 from ..kernels.planes import Plane, add, times, walk
 from .engine import FactorTransform, Steps
@@ -49,62 +48,42 @@ class Neighbourhood:
         The group.
     transition : CoupledTransition
         Its transition, of all positions by all others.
-    n : int
-        How many steps a neighbourhood reaches, itself included.
+    snap : SnapPattern
+        Who is whose neighbour.
     """
 
     group: HiddenGroup
     transition: CoupledTransition
-    n: int
-
-    @cached_property
-    def links(self) -> np.ndarray:
-        """``[r, p]``: whether a position may depend on another one of the step before."""
-        return self.transition.neighbours()
-
-    @cached_property
-    def members(self) -> np.ndarray:
-        """``[p, k]``: the positions in the neighbourhood of ``p``, itself first; -1 for none."""
-        reached = np.eye(len(self.links), dtype=bool)
-        for _ in range(min(self.n - 1, len(self.links))):
-            reached = self.links @ reached
-        rows = [
-            [p, *np.flatnonzero(own & (np.arange(len(own)) != p))]
-            for p, own in enumerate(reached.T)
-        ]
-        return np.array([row + [-1] * (max(map(len, rows)) - len(row)) for row in rows])
+    snap: SnapPattern
 
     @property
     def size(self) -> int:
         """How many members the largest has."""
-        return self.members.shape[1]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all positions are in all neighbourhoods."""
-        return self.size == len(self.links) and bool((self.members >= 0).all())
+        return self.snap.num_neighbour
 
     def gathered(self, plane: Plane, k: int) -> Plane:
         """A plane at the ``k``-th neighbour of each position, or zero."""
         if plane is None or k >= self.size:
             return None
-        at, inner = self.members[:, k], self.group.varshape[self.transition.num_axes :]
+        at, exists = self.snap.neighbours[:, k], self.snap.valid[:, k]
+        inner = self.group.varshape[self.transition.num_axes :]
         leading = plane.shape[: plane.ndim - len(inner)]
-        flat = plane.reshape(*leading, len(at))[..., np.maximum(at, 0)]
-        kept = jnp.where(lax.expand_dims(at >= 0, range(len(leading))), flat, 0)
+        flat = plane.reshape(*leading, len(at))[..., at]
+        kept = jnp.where(lax.expand_dims(exists, range(len(leading))), flat, 0)
         return kept.reshape(plane.shape)
 
     def gathered_pair(self, matrix: Plane, k: int, other: int) -> Plane:
         """``J`` from one neighbour of each position to another one; None if that is never."""
         if matrix is None or max(k, other) >= self.size:
             return None
-        to, start = self.members[:, k], self.members[:, other]
-        exists = (to >= 0) & (start >= 0)
-        if not (exists & self.links[to, start]).any():
+        neighbours, valid = self.snap.neighbours, self.snap.valid
+        to, start = neighbours[:, k], neighbours[:, other]
+        exists = valid[:, k] & valid[:, other]
+        if not (exists & self.snap.links[to, start]).any():
             return None
         num, inner = len(to), self.group.varshape[self.transition.num_axes :]
         whole = jnp.broadcast_to(matrix, (*matrix.shape[:-2], num, num))
-        flat = whole[..., np.maximum(to, 0), np.maximum(start, 0)]
+        flat = whole[..., to, start]
         kept = jnp.where(lax.expand_dims(exists, range(flat.ndim - 1)), flat, 0)
         return kept.reshape(*matrix.shape[:-2], *inner)
 
@@ -115,18 +94,16 @@ class Neighbourhoods:
     Parameters
     ----------
     graph : ETraceGraph
-        A model that was compiled with the scope ``Neighbourhood(n=n)``.
-    n : int
-        How many steps a neighbourhood reaches, itself included.
+        A model that was compiled with the scope ``Neighbourhood``.
     """
 
-    def __init__(self, graph: ETraceGraph, n: int) -> None:
+    def __init__(self, graph: ETraceGraph) -> None:
         links = links_of(graph)
         self.groups: list[Neighbourhood | None] = []
         for group, transition in zip(graph.hidden_groups, graph.transitions, strict=True):
-            if not isinstance(transition, CoupledTransition) or not transition.keeps_others:
+            if not isinstance(transition, CoupledTransition) or group.snap is None:
                 raise ValueError('The model was not compiled with the scope Neighbourhood.')
-            own = Neighbourhood(group, transition, n)
+            own = Neighbourhood(group, transition, group.snap)
             self.groups.append(own if links_to(links, group) else None)
         self.copies = max(own.size for own in self.learned)
 
@@ -194,8 +171,6 @@ class NeighbourhoodEngine(MaterializedEngine):
     ----------
     graph : ETraceGraph
         The compiled model.
-    n : int
-        How many steps a neighbourhood reaches, itself included.
     most_elements : int
         How many elements the Jacobians of a step may have.
     transform : FactorTransform, optional
@@ -207,13 +182,12 @@ class NeighbourhoodEngine(MaterializedEngine):
     def __init__(
         self,
         graph: ETraceGraph,
-        n: int,
         most_elements: int,
         transform: FactorTransform | None = None,
         **options: Any,
     ) -> None:
-        self.neighbourhoods = Neighbourhoods(graph, n)
-        whole = all(own.is_whole for own in self.neighbourhoods.learned)
+        self.neighbourhoods = Neighbourhoods(graph)
+        whole = all(own.snap.is_saturated for own in self.neighbourhoods.learned)
         self.is_whole = whole and transform is None
         self.too_many = self._check_size(most_elements)
         both = self.neighbourhoods if transform is None else Both(self.neighbourhoods, transform)
