@@ -73,8 +73,7 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
     couple_layers : bool
         Whether hidden states of modules in a list that drive each other position by position form
         one group, so that their coupling is traced. By default, modules in a list are layers, and
-        a coupling between layers counts within a step only. Rules that trace recurrent ops
-        (``recurrence_scope`` 'coupled' or 'sparse_n') then trace those between states of one shape.
+        a coupling between layers counts within a step only.
     scope : Scope, optional
         Which influence between states is traced, where that is to differ from :class:`Scope`.
     """

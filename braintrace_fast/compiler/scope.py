@@ -41,13 +41,10 @@ class Scope:
     couple_layers: bool = False
     mixes: ClassVar[bool] = False
     """Whether states of a group may also reach each other through what mixes positions."""
+    joins: ClassVar[bool] = False
+    """Whether states of one shape that reach each other only through that are one group."""
     keeps_others: ClassVar[bool] = False
     """Whether ``D`` holds, for a pair of states, a matrix of all positions by all others."""
-
-    @property
-    def joins(self) -> bool:
-        """Whether states that reach each other only through what mixes positions are one group."""
-        return False
 
     def follows(self, op: ETPPrimitive, params: Mapping[str, Any]) -> bool:
         """Whether influence on the input of an op counts as influence on its output.
@@ -90,9 +87,7 @@ class Coupled(Scope):
     Parameters
     ----------
     couple_layers : bool
-        Whether to keep the influence of states on those of other layers, through ops too. States
-        of one shape that reach each other are then one group, whose Jacobian is probed, at a cost
-        that grows with the number of positions.
+        As for :class:`Scope`.
 
     Examples
     --------
@@ -106,15 +101,12 @@ class Coupled(Scope):
 
     mixes: ClassVar[bool] = True
 
-    @property
-    def joins(self) -> bool:
-        """Whether states that reach each other through ops are one group."""
-        return self.couple_layers
-
 
 @dataclass(frozen=True)
 class Whole(Scope):
     """Leave everything that states do to each other to an engine that takes the whole step.
+
+    To join states costs such an engine nothing, and it knows all that they do to each other.
 
     Parameters
     ----------
@@ -122,10 +114,7 @@ class Whole(Scope):
         As for :class:`Scope`.
     """
 
-    @property
-    def joins(self) -> bool:
-        """States that reach each other are one group: it costs such an engine nothing."""
-        return True
+    joins: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

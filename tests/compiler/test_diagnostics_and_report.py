@@ -351,7 +351,7 @@ EMITTED = {
 # Kinds of the reference for which the compiler raises instead.
 RAISED = {'WEIGHT_IN_WHILE'}
 # Kinds of wider scopes, which are tested with the rules that have them.
-OF_SCOPES = {'TRANSITION_PROBED', 'SNAP_PATTERN_CONSERVATIVE'}
+OF_SCOPES = {'TRANSITION_PROBED', 'SNAP_PATTERN_CONSERVATIVE', 'SNAP_PATTERN_DEGENERATE'}
 
 
 def test_every_kind_has_a_model_that_shows_it():
