@@ -3,6 +3,7 @@
 from .kernels.dispatch import FallbackError
 
 __all__ = [
+    'ArgumentError',
     'CheckpointError',
     'CompilationError',
     'FallbackError',
@@ -17,6 +18,10 @@ class NotSupportedError(NotImplementedError):
 
 class CompilationError(Exception):
     """The model cannot be compiled into an online learner; the message says what to change."""
+
+
+class ArgumentError(ValueError, AssertionError):
+    """An argument has a value that it cannot have; braintrace asserts that it has not."""
 
 
 class CheckpointError(ValueError):
