@@ -194,6 +194,8 @@ class ETraceVmap(brainstate.nn.Vmap):
         The learner. Its model is the mapped one, so that it takes and returns batches as well.
     """
 
+    module: ETraceVjpAlgorithm
+
     def __init__(self, module: ETraceVjpAlgorithm) -> None:
         super().__init__(module)
         self.vmapped_fn = module.__call__  # the model inside is mapped already
