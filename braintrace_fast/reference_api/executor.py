@@ -23,6 +23,7 @@ from ..compiler import (
     Neighbourhood,
     Scope,
 )
+from ..errors import ArgumentError
 from ..kernels.planes import Plane
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Factors, Values
@@ -125,7 +126,9 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         super().__init__(model, control_flow, backend, couple_layers, scope, leak)
         self.snap_max_jacobian_elements = snap_max_jacobian_elements
         if vjp_method not in ('single-step', 'multi-step'):
-            raise ValueError(f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'.")
+            raise ArgumentError(
+                f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'."
+            )
         self.vjp_method = vjp_method
 
     @property
