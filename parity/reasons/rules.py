@@ -113,4 +113,15 @@ REASONS: tuple[Reason, ...] = (
         'others. UORO never builds one here.',
         'full_jacobian',
     ),
+    Reason(
+        'braintrace/_algorithm/vjp_base_test.py::TestModuleAttribute::*',
+        'The test pins the name of the package in which a class says it is.',
+        "== 'braintrace'",
+    ),
+    Reason(
+        'braintrace/_algorithm/vjp_base_test.py::TestComputeLearningSignalHook::*',
+        'The test overrides a private hook. A class that does is refused here, with the name of '
+        'the public method to override.',
+        'overrides hooks',
+    ),
 )
