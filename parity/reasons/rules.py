@@ -124,4 +124,9 @@ REASONS: tuple[Reason, ...] = (
         'the public method to override.',
         'overrides hooks',
     ),
+    Reason(
+        'braintrace/_algorithm/uoro_test.py::TestStructure::test_a_descended_scan_is_refused_*',
+        'UORO refuses a long scan in a step there. Here it takes the whole step, scans included.',
+        'DID NOT RAISE',
+    ),
 )
