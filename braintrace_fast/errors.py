@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 
-class NotSupportedError(Exception):
+class NotSupportedError(NotImplementedError):
     """The model or the request is valid, but outside what the library can do."""
 
 

@@ -109,7 +109,9 @@ def compile(
     rule = _rule(algorithm)
     if isinstance(algorithm, ETraceConfig):
         if 'config' in options:
-            raise TypeError('Give the configuration once: as the algorithm, or as config=...')
+            raise TypeError(
+                'There are two configurations. Pass it once: as the algorithm, or as config=...'
+            )
         options['config'] = algorithm
     if not example_inputs:
         raise ValueError('Give at least one example input: compile(model, algorithm, x, ...).')
@@ -187,11 +189,12 @@ class _MappedModel(brainstate.nn.Vmap):
         return self.module.states(*filters, **options)
 
 
-class ETraceVmap(brainstate.nn.Module):
+class ETraceVmap(brainstate.nn.Vmap):
     """What ``compile(..., vmap=True)`` returns: a learner of a mapped model.
 
-    It is called and driven like any learner, and has all of the learner's attributes. Traces and
-    gradients run on the mapped model, so that no example gets weight gradients of its own.
+    It is called and driven like any learner, in chunks too, and has all of the learner's
+    attributes. Traces and gradients run on the mapped model, so that no example gets weight
+    gradients of its own.
 
     Parameters
     ----------
@@ -199,13 +202,11 @@ class ETraceVmap(brainstate.nn.Module):
         The learner. Its model is the mapped one, so that it takes and returns batches as well.
     """
 
-    def __init__(self, module: ETraceVjpAlgorithm) -> None:
-        super().__init__()
-        self.module = module
+    module: ETraceVjpAlgorithm
 
-    def update(self, *args: Any, **options: Any) -> Any:
-        """Run one step, or a chunk of steps, for the whole batch."""
-        return self.module(*args, **options)
+    def __init__(self, module: ETraceVjpAlgorithm) -> None:
+        super().__init__(module)
+        self.vmapped_fn = module.__call__  # the model inside is mapped already
 
     @property
     def modulator(self) -> Any:

@@ -40,6 +40,8 @@ RENAMED: dict[str, str] = {
     'braintrace.nn._DEPRECATED_TO_BRAINPY_STATE': 'braintrace_fast.nn.forwards:_NEURONS',
     'braintrace.nn._DEPRECATED_TO_BRAINSTATE_NN': 'braintrace_fast.nn.forwards:_LAYERS',
     **READERS,
+    'braintrace._compile._ALGORITHM_REGISTRY': 'braintrace_fast.learner:ALGORITHMS',
+    'braintrace._compile._resolve_algorithm': 'braintrace_fast.learner:_rule',
 }
 """By ``module.name`` of the reference, ``module:name`` of this library."""
 

@@ -323,7 +323,9 @@ def _order(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not hasattr(value, '__index__'):
-        raise TypeError(f'sparse_n is {value!r}; it must be an integer.')
+        raise TypeError(
+            f'sparse_n is {value!r}, of type {type(value).__name__}; it must be an integer.'
+        )
     if value < 1:
         raise ValueError(f"sparse_n is {value}; it must be at least 1, which is 'coupled'.")
     return int(value)

@@ -6,6 +6,7 @@ import brainstate
 import jax
 
 from ..compiler import Coupled, ETraceGraph, Neighbourhood, Scope
+from ..compiler.scope import Whole
 from ..kernels.promotion import product
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Factors, GroupPlanes, Signals
@@ -22,7 +23,7 @@ NONE = ()
 def scope_of(config: ETraceConfig, couple_layers: bool) -> Scope | None:
     """The scope of a configuration; None if it is the usual one."""
     if config.trace_factorization == 'random_projection':
-        return None  # whose engine takes the whole Jacobian, whatever the scope
+        return Whole(couple_layers)
     if config.sparse_n is not None:
         return Neighbourhood(couple_layers, config.sparse_n)
     return Coupled(couple_layers) if config.include_recurrent_mixing else None

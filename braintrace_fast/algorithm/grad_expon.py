@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import saiunit as u
 
 from .._typing import PyTree
+from ..errors import ArgumentError
 
 __all__ = ['GradExpon']
 
@@ -64,5 +65,5 @@ def _decay(given: Any) -> float:
             f'tau_or_decay is {given!r}; expected a time constant with its unit, or a float.'
         )
     if not 0 < given < 1:
-        raise ValueError(f'tau_or_decay is {given}; a decay must be in (0, 1).')
+        raise ArgumentError(f'tau_or_decay is {given}; a decay must be in (0, 1).')
     return given

@@ -237,9 +237,14 @@ class _Objective:
     ) -> tuple[jax.Array, PyTree, Recorded | None]:
         """The weighed loss; the loss and what comes with it; and what is left for the trace."""
         mask = weight if self.is_masked else None
-        result, recorded = _called(
-            self.learner, self.step_fn, slices, self.states, mask, records, zeros
+        (loss, aux), recorded = _called(
+            self.learner, self._loss, slices, self.states, mask, records, zeros
         )
+        return jnp.sum(product(jnp.asarray(loss), weight)), (loss, aux), recorded
+
+    def _loss(self, *slices: PyTree) -> tuple[Any, PyTree]:
+        """What ``step_fn`` returns, with a loss of the right shape."""
+        result = self.step_fn(*slices)
         loss, aux = result if self.has_aux else (result, None)
         expected = () if self.chunk is None else (self.chunk,)
         if jnp.shape(loss) != expected:
@@ -247,7 +252,7 @@ class _Objective:
                 f'step_fn returned a loss of shape {jnp.shape(loss)}, expected {expected}: '
                 + ('one loss per step of the chunk.' if self.chunk else 'a scalar.')
             )
-        return jnp.sum(product(jnp.asarray(loss), weight)), (loss, aux), recorded
+        return loss, aux
 
     def drive(self, sequences: Sequences) -> Driven:
         """Its gradient in windows."""

@@ -183,11 +183,16 @@ def common_length(sequences: tuple[PyTree, ...]) -> int:
                 'inside step_fn.'
             )
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(sequences)]
+    if not shapes:
+        raise ValueError(
+            'No sequence is given, or an empty pytree; give at least one array, with a common '
+            'leading length of at least one step.'
+        )
     lengths = {shape[0] if shape else None for shape in shapes}
     if len(lengths) != 1 or None in lengths or 0 in lengths:
         raise ValueError(
-            f'The sequences have shapes {shapes}; give at least one, with a common leading length '
-            'of at least one step.'
+            f'The sequences have shapes {shapes}; they must have a common leading length, of at '
+            'least one step.'
         )
     return shapes[0][0]
 

@@ -102,8 +102,8 @@ class RandomProjectionVjpAlgorithm(ETraceVjpAlgorithm):
         )
         if not 0 < np.float32(projection_eps) < np.inf:
             raise ValueError(
-                f'projection_eps is {projection_eps!r}; it must be positive and finite in float32, '
-                'because the first norms are zero.'
+                'projection_eps must be positive and finite, and remain positive in float32, '
+                f'because the first norms are zero; it is {projection_eps!r}.'
             )
         self.fast_solve = fast_solve
         self.projection_key = projection_key

@@ -101,8 +101,9 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         config = self.default_config if config is None else config
         self.check_config(config, vjp_method, random_feedback_key)
         scope = scope_of(config, couple_layers) if scope is None else scope
+        options: Any = dict(backend=backend, couple_layers=couple_layers, scope=scope)
         executor = ETraceVjpGraphExecutor(
-            model, vjp_method, control_flow, backend, couple_layers, scope, leak_of(config)
+            model, vjp_method, control_flow=control_flow, leak=leak_of(config), **options
         )
         super().__init__(model, executor, name, config, random_feedback_key)
         self.snap_max_jacobian_elements = snap_max_jacobian_elements

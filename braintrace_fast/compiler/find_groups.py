@@ -96,10 +96,11 @@ def find_hidden_groups_from_minfo(
         groups.append(_make_group(len(groups), minfo, flow, ordered))
         if len(ordered) > 1:
             paths = tuple(path_of[new] for new in ordered)
+            how = '' if flow.scope.joins else ' position by position'
             emit(
                 DiagnosticKind.HIDDEN_GROUP_MERGED,
                 DiagnosticLevel.INFO,
-                f'{list(paths)} drive each other position by position and form one group.',
+                f'{list(paths)} drive each other{how} and form one group.',
                 hidden_paths=paths,
             )
     if sparse_n is not None:
@@ -138,10 +139,11 @@ def find_hidden_groups_from_module(
 
 def _drives(minfo: ModuleInfo, flow: Flow, new: Var, target: Var, couple_layers: bool) -> bool:
     """Whether the old value of one state reaches the new value of another one in its scope."""
-    path_of = minfo.outvar_to_hidden_path
-    return minfo.hidden_outvar_to_invar[new] in flow.aligned(target) and (
-        couple_layers or flow.scope.couples(path_of[new], path_of[target])
-    )
+    old, path_of = minfo.hidden_outvar_to_invar[new], minfo.outvar_to_hidden_path
+    reached = old in flow.aligned(target)
+    if flow.scope.joins and flow.sources[new].shape == flow.sources[target].shape:
+        reached = old in flow.of(target)
+    return reached and (couple_layers or flow.scope.couples(path_of[new], path_of[target]))
 
 
 def _make_group(index: int, minfo: ModuleInfo, flow: Flow, news: list[Var]) -> HiddenGroup:
@@ -217,7 +219,7 @@ def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]
         for cut in flow.of(new)[old].cut_by
         if not is_product(flow.mixer(cut))
     )
-    if flow.scope.mixes:  # it is traced
+    if flow.scope.mixes or flow.scope.joins:  # it is traced
         return bool(cuts)
     for cut in cuts:
         eqn = flow.mixer(cut)

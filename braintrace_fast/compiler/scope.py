@@ -8,7 +8,7 @@ from .._typing import Path
 from ..errors import NotSupportedError
 from ..op import ETPPrimitive
 
-__all__ = ['Coupled', 'Neighbourhood', 'Scope', 'requested_scope']
+__all__ = ['Coupled', 'Neighbourhood', 'Scope', 'Whole', 'requested_scope']
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Scope:
     couple_layers: bool = False
     mixes: ClassVar[bool] = False
     """Whether states of a group may also reach each other through what mixes positions."""
+    joins: ClassVar[bool] = False
+    """Whether states of one shape that reach each other only through that are one group."""
     keeps_others: ClassVar[bool] = False
     """Whether ``D`` holds, for a pair of states, a matrix of all positions by all others."""
 
@@ -99,6 +101,21 @@ class Coupled(Scope):
     """
 
     mixes: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Whole(Scope):
+    """Leave everything that states do to each other to an engine that takes the whole step.
+
+    To join states costs such an engine nothing, and it knows all that they do to each other.
+
+    Parameters
+    ----------
+    couple_layers : bool
+        As for :class:`Scope`.
+    """
+
+    joins: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def needs_multi_step(vjp_method: str) -> str:
     """Why a chunk has no gradient."""
     return (
         "The gradient of a chunk (MultiStepData) needs vjp_method='multi-step'; this learner "
-        f'has {vjp_method!r}. Give one step at a time, or compile it so.'
+        f'has {vjp_method!r}. Give a single time step in each call, or compile it so.'
     )
 
 

@@ -16,11 +16,13 @@ from jax.tree_util import register_pytree_node_class
 from .._compat import Jaxpr, open_jaxpr
 from .._typing import PyTree
 from ..compiler import CompilationReport, ControlFlowPolicy, HiddenGroup, Scope
+from ..compiler.scope import requested_scope
 from ..errors import ArgumentError
 from ..kernels.planes import Plane
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Factors, Values
 from ..runtime.input_data import has_multi_step_data, single_step, split_chunk
+from ..runtime.neighbourhoods import Neighbourhoods
 
 __all__ = ['ETraceVjpGraphExecutor', 'VjpResiduals']
 
@@ -71,10 +73,18 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
 
     Parameters
     ----------
-    model, control_flow, backend, couple_layers, scope, leak
+    model, control_flow, backend, couple_layers, leak
         As for :class:`ETraceGraphExecutor`.
     vjp_method : {'single-step', 'multi-step'}
         Whether the learning signal reaches back one step, or through a chunk of steps.
+    include_recurrent_mixing : bool
+        Whether the scope is :class:`Coupled`.
+    sparse_n : int, optional
+        The ``n`` of the scope :class:`Neighbourhood`.
+    snap_max_jacobian_elements : int
+        As for learners, which heed it; Jacobians asked of the executor may have any size.
+    scope : Scope, optional
+        Another scope.
 
     Examples
     --------
@@ -84,7 +94,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
     >>> _ = brainstate.nn.init_all_states(lstm)
     >>> executor = braintrace.ETraceVjpGraphExecutor(lstm)
     >>> executor.compile_graph(jnp.ones(3))
-    >>> out, hidden, others, h2w, h2h = executor.solve_h2w_h2h_jacobian(jnp.ones(3))
+    >>> out, hidden, others, h2w, h2h, _ = executor.solve_h2w_h2h_jacobian(jnp.ones(3))
     >>> h2h[0].shape
     (4, 2, 2)
     """
@@ -93,13 +103,20 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         self,
         model: brainstate.nn.Module,
         vjp_method: str = 'single-step',
+        include_recurrent_mixing: bool = False,
+        sparse_n: int | None = None,
+        snap_max_jacobian_elements: int = 2**24,
         control_flow: ControlFlowPolicy | None = None,
+        *,
         backend: str = 'auto',
         couple_layers: bool = False,
         scope: Scope | None = None,
         leak: float | None = None,
     ) -> None:
+        if scope is None:
+            scope = requested_scope(include_recurrent_mixing, sparse_n, couple_layers)
         super().__init__(model, control_flow, backend, couple_layers, scope, leak)
+        self.snap_max_jacobian_elements = snap_max_jacobian_elements
         if vjp_method not in ('single-step', 'multi-step'):
             raise ArgumentError(
                 f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'."
@@ -118,7 +135,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
 
     def solve_h2w_h2h_jacobian(
         self, *args: Any
-    ) -> tuple[PyTree, Values, Values, Hid2Weight, list[jax.Array]]:
+    ) -> tuple[PyTree, Values, Values, Hid2Weight, list[jax.Array], None]:
         """Run a step or a chunk of steps, and give its Jacobians; the model's states do not change.
 
         Parameters
@@ -131,8 +148,10 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         tuple
             The results, the new hidden states, the new other states, the hidden-to-weight factors
             ``({relation: x}, {(relation, group): f})`` with ``f`` of shape ``(*varshape, S)``, and
-            per group the Jacobian ``(*varshape, S, S)``. For a chunk, results and Jacobians have a
-            leading time axis.
+            per group the Jacobian ``(*varshape, S, S)``; with ``sparse_n`` that between neighbours,
+            ``(*varshape, K * S, K * S)``. For a chunk, results and Jacobians have a leading time
+            axis. The last is None, in the place where braintrace has the trace that a learner
+            advances along the way.
         """
         self.follow_environment()
         params, hidden, others = self.values()
@@ -141,11 +160,11 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
             out, hidden, others, factors = self.runner.run(step_args, params, hidden, others)
             return hidden, others, (out, *self._reference_layout(factors))
 
-        return self._over(step, args, hidden, others)
+        return (*self._over(step, args, hidden, others), None)
 
     def solve_h2w_h2h_l2h_jacobian(
         self, *args: Any
-    ) -> tuple[PyTree, Values, Values, Hid2Weight, list[jax.Array], VjpResiduals]:
+    ) -> tuple[PyTree, Values, Values, Hid2Weight, list[jax.Array], VjpResiduals, None]:
         """As :meth:`solve_h2w_h2h_jacobian`, with the backward pass as residuals.
 
         The residuals map cotangents of (results, hidden states, other states) to those of (inputs,
@@ -195,7 +214,7 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
         results, vjp, (h2w, h2h) = jax.vjp(
             run, args, hidden, untraced, differentiated, others, perturbs, has_aux=True
         )
-        return (*results, h2w, h2h, _residuals(vjp, results))
+        return (*results, h2w, h2h, _residuals(vjp, results), None)
 
     def _perturbed(
         self,
@@ -238,9 +257,12 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
             (link.op, link.group.index): _stack(link.group, f)
             for link, f in zip(self.runner.links, factors.f, strict=True)
         }
+        groups = self.graph.hidden_groups
+        if any(group.snap is not None for group in groups):
+            factors = Neighbourhoods(self.graph).factors(factors)
         h2h = [
             jnp.stack([_stack(group, row) for row in D], axis=-2)
-            for group, D in zip(self.graph.hidden_groups, factors.D, strict=True)
+            for group, D in zip(groups, factors.D, strict=True)
         ]
         return (xs, dfs), h2h
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import saiunit as u
 
 import braintrace_fast as btf
 from braintrace_fast import testing
@@ -70,9 +71,15 @@ def assert_same_traces(found: list[Any], expected: list[Any]) -> None:
 WEIGHT, XS = draw(INPUTS, OUTPUTS), draw(STEPS, BATCH, INPUTS, seed=1)
 INDICES = np.random.default_rng(2).integers(-INPUTS, INPUTS, size=(STEPS, BATCH))
 ONE_HOT = np.eye(INPUTS)[INDICES]
+FULL = u.sparse.CSR.fromdense(jnp.ones((INPUTS, OUTPUTS)))
 BY_MATMUL = {
     'einsum': (lambda x, p: btf.einsum('bk,kn->bn', x, p['w']), XS, XS),
     'embedding': (lambda x, p: btf.embedding(x, p['w']), INDICES, ONE_HOT),
+    'sparse': (
+        lambda x, p: btf.sparse_matmul(x, p['w'].reshape(-1), sparse_mat=FULL),
+        XS,
+        XS,
+    ),
 }
 
 
@@ -96,6 +103,22 @@ def test_one_group_is_matmul(rule):
         rule,
     )
     expected = learned(lambda x, p: btf.matmul(x, p['w']), {'w': WEIGHT}, (OUTPUTS,), XS, rule)
+    np.testing.assert_allclose(found['w'][0], expected[0]['w'], rtol=1e-11)
+    assert_same_traces(trace, expected[1])
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_a_convolution_with_a_kernel_of_one_is_matmul_at_every_position(rule):
+    xs = draw(STEPS, BATCH, 3, INPUTS, seed=1)
+    layout = ('NWC', 'WIO', 'NWC')
+    found, trace = learned(
+        lambda x, p: btf.conv(x, p['w'], dimension_numbers=layout),
+        {'w': WEIGHT[None]},
+        (3, OUTPUTS),
+        xs,
+        rule,
+    )
+    expected = learned(lambda x, p: btf.matmul(x, p['w']), {'w': WEIGHT}, (3, OUTPUTS), xs, rule)
     np.testing.assert_allclose(found['w'][0], expected[0]['w'], rtol=1e-11)
     assert_same_traces(trace, expected[1])
 

@@ -157,6 +157,37 @@ def test_what_cannot_be_told_is_probed_and_all_to_all():
     np.testing.assert_allclose(found['w_in',], true['w_in',], rtol=1e-10)
 
 
+@pytest.mark.parametrize('batch', [None, 2])
+def test_a_group_tells_its_neighbourhoods(batch):
+    (group,) = problem('ring', batch, n=3)[1].graph.hidden_groups
+    found = [set(row[ok]) for row, ok in zip(group.snap.neighbours, group.snap.valid, strict=True)]
+    positions = range(N * (batch or 1))  # those of all examples
+    own = [N * (p // N) for p in positions]
+    assert found == [{p, first + (p + 1) % N, first + (p + 2) % N} for p, first in enumerate(own)]
+    assert group.snap.neighbours[:, 0].tolist() == list(positions)
+    assert (group.snap.num_position, group.snap.num_neighbour) == (len(positions), 3)
+    assert group.trace_state_width == 3 and not group.snap.conservative
+    assert problem('ring', batch, n=1)[1].graph.hidden_groups[0].snap is None
+    relations = problem('two states', batch, n=2)[1].graph.hidden_param_op_relations
+    assert all(g.snap.is_saturated for relation in relations for g in relation.hidden_groups)
+
+
+def test_a_group_without_neighbours_is_reported():
+    class Alone(Vanilla):
+        def update(self, x):
+            self.h.value = 0.9 * self.h.value + btf.matmul(x, self.v.value)
+            return self.h.value
+
+    model = Alone()
+    brainstate.nn.init_all_states(model)
+    learner = btf.SnAp(model, n=3)
+    learner.compile_graph(jnp.ones(N))
+    (group,) = learner.graph.hidden_groups
+    assert group.snap.is_degenerate and group.trace_state_width == 1
+    (record,) = learner.graph.explain(kind=btf.DiagnosticKind.SNAP_PATTERN_DEGENERATE)
+    assert record.hidden_paths == (('h',),)
+
+
 def test_n_is_a_number_of_at_least_one():
     with pytest.raises(ValueError, match='at least 1'):
         btf.SnAp(Vanilla(), 0)

@@ -65,7 +65,7 @@ def test_a_graph_must_be_compiled_first():
 def test_jacobians_are_those_of_dense_ones_at_each_position(name):
     model, executor, xs = build(name)
     before = state_values(model)
-    out, hidden, others, (x_by_op, f), D = executor.solve_h2w_h2h_jacobian(xs[0])
+    out, hidden, others, (x_by_op, f), D, _ = executor.solve_h2w_h2h_jacobian(xs[0])
     true_out, true_hidden, _ = step_function(model)(*before, xs[0])
     close(out, true_out)
     close([hidden[path] for path in hidden], [true_hidden[path] for path in hidden])
@@ -88,11 +88,11 @@ def test_jacobians_are_those_of_dense_ones_at_each_position(name):
 
 def test_a_window_has_jacobians_with_a_time_axis():
     _, executor, xs = build('lstm')
-    out, hidden, _, (x_by_op, f), D = executor.solve_h2w_h2h_jacobian(btf.MultiStepData(xs))
+    out, hidden, _, (x_by_op, f), D, _ = executor.solve_h2w_h2h_jacobian(btf.MultiStepData(xs))
     model, executor, _ = build('lstm')
     singly = []
     for x in xs:
-        o, hidden_t, _, h2w, D_t = executor.solve_h2w_h2h_jacobian(x)
+        o, hidden_t, _, h2w, D_t, _ = executor.solve_h2w_h2h_jacobian(x)
         singly.append((o, h2w, D_t))
         for path, value in hidden_t.items():
             model.states()[path].value = value
@@ -109,7 +109,7 @@ def test_single_step_residuals_give_the_learning_signal_of_every_hidden_state():
     def loss_of(out, hidden):
         return random_projection((out, [hidden[path] for path in paths]))
 
-    *results, _, _, residuals = executor.solve_h2w_h2h_l2h_jacobian(xs[0])
+    *results, _, _, residuals, _ = executor.solve_h2w_h2h_l2h_jacobian(xs[0])
     assert isinstance(residuals, VjpResiduals)
     ct_out, ct_new = jax.grad(loss_of, argnums=(0, 1))(*results[:2])
     ct_args, ct_hidden, untraced, traced, _, ct_perturb = residuals((ct_out, ct_new, results[2]))
@@ -135,7 +135,7 @@ def test_residuals_are_a_pytree_that_passes_jit():
 
     @jax.jit
     def solve(x):
-        *results, _, _, residuals = executor.solve_h2w_h2h_l2h_jacobian(x)
+        *results, _, _, residuals, _ = executor.solve_h2w_h2h_l2h_jacobian(x)
         return tuple(results[:3]), residuals
 
     results, residuals = solve(xs[0])
@@ -145,13 +145,13 @@ def test_residuals_are_a_pytree_that_passes_jit():
     jaxpr, in_tree, out_tree, consts = residuals
     assert len(consts) == len(leaves)
     ones = jax.tree.map(jnp.ones_like, results)
-    *_, eager = executor.solve_h2w_h2h_l2h_jacobian(xs[0])
+    *_, eager, _ = executor.solve_h2w_h2h_l2h_jacobian(xs[0])
     close(residuals(ones), eager(ones))
 
 
 def test_multi_step_residuals_differentiate_the_whole_chunk():
     model, executor, xs = build('gru', 'multi-step')
-    *results, _, _, residuals = executor.solve_h2w_h2h_l2h_jacobian(btf.MultiStepData(xs))
+    *results, _, _, residuals, _ = executor.solve_h2w_h2h_l2h_jacobian(btf.MultiStepData(xs))
     ct = jax.tree.map(jnp.zeros_like, tuple(results[:3]))
     ct = (jnp.ones_like(ct[0]), *ct[1:])
     _, ct_hidden, ct_untraced, ct_traced, _, ct_perturb = residuals(ct)
@@ -188,13 +188,38 @@ def test_jacobians_carry_no_gradient():
     model, executor, xs = build('lstm')
 
     def total():
-        *_, (_, f), D = executor.solve_h2w_h2h_jacobian(xs[0])
+        *_, (_, f), D, _ = executor.solve_h2w_h2h_jacobian(xs[0])
         return sum(jnp.sum(a) for a in jax.tree.leaves((f, D)))
 
     weights = model.states(brainstate.ParamState)
     grads, value = brainstate.transform.grad(total, weights, return_value=True)()
     assert value != 0
     assert not any(np.any(leaf != 0) for leaf in jax.tree.leaves(grads))
+
+
+def test_mixing_is_a_positional_argument():
+    """By the reference's order: what each neuron does to itself through a recurrent weight."""
+    cell = btf.nn.ValinaRNNCell(3, 4, activation='tanh')
+    brainstate.nn.init_all_states(cell)
+    executor = btf.ETraceVjpGraphExecutor(cell, 'single-step', True)
+    executor.compile_graph(jnp.ones(3))
+    h, *_, D, trace = executor.solve_h2w_h2h_jacobian(jnp.ones(3))
+    weight = cell.W.weight.value['weight'][3:]
+    close(D[0][:, 0, 0], (1 - h**2) * jnp.diagonal(weight))
+    assert trace is None
+
+
+def test_a_neighbourhood_is_a_positional_argument():
+    """Then ``D`` is between all neighbours of each position."""
+    cell = btf.nn.ValinaRNNCell(3, 4, activation='tanh')
+    brainstate.nn.init_all_states(cell)
+    executor = btf.ETraceVjpGraphExecutor(cell, 'single-step', True, 2)
+    executor.compile_graph(jnp.ones(3))
+    h, *_, D, _ = executor.solve_h2w_h2h_jacobian(jnp.ones(3))
+    weight = cell.W.weight.value['weight'][3:]
+    at = executor.graph.hidden_groups[0].snap.neighbours
+    J = (1 - h**2)[:, None] * weight.T
+    close(D[0], jax.vmap(lambda row: J[row][:, row])(at))
 
 
 def test_chunks_need_multi_step_and_equal_lengths():
