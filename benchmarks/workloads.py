@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import saiunit as u
 
 from .fly import FlyBrain
-from .neurons import lif
+from .neurons import alif, lif, own
 
 __all__ = ['WORKLOADS', 'Workload', 'step_loss']
 
@@ -30,19 +30,35 @@ def zeros(unit: u.Unit) -> Callable[[Any], Any]:
 
 
 class LIFLayer(brainstate.nn.Module):
-    """Recurrent LIF neurons; a current acts at once (one state), or decays (two)."""
+    """Recurrent LIF neurons; a current acts at once (one state), or decays (two).
 
-    def __init__(self, library: Any, states: int, inputs: int, size: int, active: float) -> None:
+    Thresholds may adapt (three). With ``differ``, every neuron has time constants of its own, so
+    that nothing of the trace is the same for two of them.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        states: int,
+        inputs: int,
+        size: int,
+        active: float,
+        differ: bool = False,
+    ) -> None:
         super().__init__()
         self.num_states = states
-        self.neurons = lif(size)
-        variance = {1: 120.0, 2: 2.4}[states] / (active + 0.2 * size)
+        tau = own(size, 15.0, 25.0) * u.ms if differ else 20 * u.ms
+        self.neurons = (
+            alif(size, tau, own(size, 80.0, 120.0) * u.ms) if states == 3 else lif(size, tau)
+        )
+        variance = {1: 120.0, 2: 2.4, 3: 2.4}[states] / (active + 0.2 * size)
         weights = normal(variance**0.5, u.mA)
         self.current = library.nn.Linear(inputs + size, size, w_init=weights, b_init=None)
-        if states == 2:
+        if states > 1:
+            tau = own(size, 8.0, 12.0) * u.ms if differ else 10 * u.ms
             self.current = bp.AlignPostProj(
                 comm=self.current,
-                syn=bp.Expon(size, tau=10 * u.ms, g_initializer=zeros(u.mA)),
+                syn=bp.Expon(size, tau=tau, g_initializer=zeros(u.mA)),
                 out=bp.CUBA(scale=1.0),
                 post=self.neurons,
             )
@@ -92,6 +108,28 @@ class AdaptiveLayer(brainstate.nn.Module):
             drive = drive - current.value
         self.V.value = 0.9 * V + drive - fired
         return self.get_spike()
+
+
+class SmoothLayer(brainstate.nn.Module):
+    """Recurrent rate neurons of two states without spikes, each with time constants of its own."""
+
+    def __init__(self, library: Any, inputs: int, size: int, active: float) -> None:
+        super().__init__()
+        self.size = size
+        self.keep, self.leak = own(size, 0.7, 0.9), own(size, 0.95, 0.8)
+        weights = normal((active + 0.5 * size) ** -0.5)
+        self.current = library.nn.Linear(inputs + size, size, w_init=weights)
+
+    def init_state(self, batch_size: int | None = None, **options: Any) -> None:
+        shape = (self.size,) if batch_size is None else (batch_size, self.size)
+        self.v, self.w = (brainstate.HiddenState(jnp.zeros(shape)) for _ in range(2))
+
+    def update(self, x: jax.Array) -> jax.Array:
+        drive = self.current(u.math.concatenate([x, jnp.tanh(self.v.value)], -1))
+        w = self.leak * self.w.value + 0.2 * jnp.tanh(self.v.value)
+        self.v.value = self.keep * self.v.value + jnp.tanh(drive) - w
+        self.w.value = w
+        return jnp.tanh(self.v.value)
 
 
 class Recurrent(brainstate.nn.Module):
@@ -272,12 +310,21 @@ WIDE = dict(
 )
 WIDE_FULL = dict(inputs=32768, size=512, steps=50, batch=16)
 
+OWN = BASIC | dict(layer=LIFLayer, differ=True)
+
 MATCH = dict(inputs=24, outputs=2, steps=40, batch=32, rate=0.1)
 SHD = dict(inputs=700, outputs=20, steps=50, batch=8, rate=0.03)
 
 WORKLOADS: dict[str, Workload] = {
     'lif': Workload(Recurrent, BASIC | dict(layer=LIFLayer, states=1)),
     'lif_expon': Workload(Recurrent, BASIC | dict(layer=LIFLayer, states=2)),
+    # Neurons that differ, as those of real models do.
+    'lif own': Workload(Recurrent, OWN | dict(states=1)),
+    'lif_expon own': Workload(Recurrent, OWN | dict(states=2)),
+    'alif_expon own': Workload(Recurrent, OWN | dict(states=3)),
+    'layers own': Workload(Recurrent, OWN | dict(states=2, layers=3, size=256, batch=32)),
+    'batch own': Workload(Recurrent, OWN | dict(states=2, size=256, batch=64)),
+    'smooth own': Workload(Recurrent, BASIC | dict(layer=SmoothLayer, size=256)),
     # A wide sparse input in front of three recurrent layers.
     'wide': Workload(Recurrent, WIDE | dict(states=1), full=WIDE_FULL),
     'wide_expon': Workload(Recurrent, WIDE | dict(states=2), full=WIDE_FULL),
@@ -311,6 +358,9 @@ WORKLOADS: dict[str, Workload] = {
         dict(inputs=10, size=128, outputs=8, steps=50, batch=16),
         full=dict(size=512, steps=200, batch=64),
         one_hot=True,
+    ),
+    'gru dense': Workload(
+        CopyingGRU, dict(inputs=128, size=256, outputs=8, steps=50, batch=16), one_hot=True
     ),
     # A whole brain. The carried trace of its low-rank correction would be that of a dense matrix.
     'fly': Workload(

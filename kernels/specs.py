@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .planes import closure
+
 __all__ = [
     'CHECKED',
     'COMPILED',
@@ -182,7 +184,7 @@ class AdjointSpec(_ScanSpec):
     op: ClassVar[str] = 'adjoint_scan'
 
     def arrays(self, rng: Generator | None = None, *, fractions: bool = False) -> tuple[Any, ...]:
-        """``D, f, L, R, c, later``; the signal of each state is there at any density."""
+        """``D, f, L, R, c, later, beyond``; the signal of each state is there at any density."""
         make = _Maker(rng, self.dtype, self.density, fractions, scale=0.7)
         every, plane = make._replace(density=1.0), (self.steps, *self.shape)
         D = make.nested(plane, 2, self.size)
@@ -192,7 +194,11 @@ class AdjointSpec(_ScanSpec):
         R, c = None, None
         if not self.within:
             R, c = make.nested(plane, 1, self.size), every.nested(plane, 1, self.ops)
-        return D, f, L, R, c, make.nested(self.shape, 1, self.size) if self.later else None
+        if not self.later:
+            return D, f, L, R, c, None, None
+        reached = closure([[plane is not None for plane in row] for row in D])
+        beyond = [[make.plane(*self.shape) if there else None for there in row] for row in reached]
+        return D, f, L, R, c, make.nested(self.shape, 1, self.size), beyond
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import Path, PyTree
-from ..runtime.engine import BackwardEngine, Steps, Trace
-from ..runtime.factors import Entry, GroupPlanes, as_window, stacked, without_zeros
+from ..runtime.engine import BackwardEngine, Later, Steps, Trace
+from ..runtime.factors import Entry, Values, as_window, stacked, without_zeros
 from ..runtime.gradient import GradientSum
 from ..runtime.loop_splitting import StatefulLoop
 from ..runtime.memory_budget import on_cpu
@@ -131,7 +131,11 @@ def _first_to_last(
         done, show = elapsed - first, None
         if bar is not None:
             show = lambda i, ys: bar(done + i, carry=None, y=ys[0])  # noqa: E731
-        total, trace, outputs = window(inputs, total, entry, elapsed, show, alone)
+        if plan.block is None or entry is None:
+            total, trace, outputs = window(inputs, total, entry, elapsed, show, alone)
+        else:
+            run = partial(window.in_blocks, block=plan.block)
+            total, trace, outputs = run(inputs, total, entry, elapsed, show, alone)
         after = elapsed + _length(inputs)
         # Always set: with the count it takes one launch, and as a constant a copy of its own.
         entry = None if entry is None else Entry(trace, after != elapsed)
@@ -160,7 +164,7 @@ def _last_to_first(
     """
     inputs, request, _, elapsed = sequences
     loop, bar = window.loop, request.bar
-    nothing = jax.tree.map(jnp.zeros_like, window.like_later(inputs, total, elapsed))
+    nothing = window.nothing_later(inputs, total, elapsed)
 
     def before(entry: Any, inputs: Any, total: Any, later: Any, start: Any, done: Any) -> Any:
         show = None
@@ -169,7 +173,7 @@ def _last_to_first(
         return window.before(entry, inputs, total, later, elapsed + start, show, plan.block)
 
     if plan.windows == ((1, plan.steps),):
-        total, _, outputs, moving = before(loop.moving, inputs, total, nothing, 0, 0)
+        total, _, (outputs, _), moving = before(loop.moving, inputs, total, nothing, 0, 0)
         loop.write(moving)
         return Driven(total, outputs, None, elapsed, plan)
 
@@ -187,7 +191,7 @@ def _last_to_first(
         total, later, done = carry
         start, entry = at
         some = _cut(inputs, start, steps)
-        total, later, outputs, _ = before(entry, some, total, later, start, done)
+        total, later, (outputs, _), _ = before(entry, some, total, later, start, done)
         return (total, later, done + steps), outputs
 
     carry = total, nothing, jnp.zeros_like(elapsed)
@@ -246,7 +250,9 @@ class _Window:
             tree_bytes(self.loop.moving),
             self.loop.has_effects,
         )
-        return traits._replace(recorded_bytes=self.loop.recorded_bytes)
+        engine = self.driver.engine
+        carried = engine.carried_bytes() if isinstance(engine, BackwardEngine) else 0
+        return traits._replace(recorded_bytes=self.loop.recorded_bytes, carried_bytes=carried)
 
     @property
     def parts(self) -> Mapping[str, PyTree]:
@@ -274,21 +280,47 @@ class _Window:
         trace = self.driver.engine.window(traced, steps, overwrite=not alone)
         return self._added(total, grads, traced), trace, outputs
 
+    def in_blocks(
+        self,
+        inputs: tuple[PyTree, ...],
+        total: list[PyTree],
+        entry: Entry,
+        elapsed: jax.Array,
+        show: Any,
+        alone: bool,
+        block: int,
+    ) -> tuple[list[PyTree], Trace, PyTree]:
+        """The same as a call, worked through in blocks before the trace is touched."""
+        engine, (params, _, _) = self.driver.engine, self.driver.executor.values()
+        if not isinstance(engine, BackwardEngine):
+            raise ValueError('The engine only runs forwards.')
+        later = self.nothing_later(inputs, total, elapsed, carries=True)
+        total, later, (outputs, kept), moving = self.before(
+            self.loop.moving, inputs, total, later, elapsed, show, block, carries=True
+        )
+        self.loop.write(moving)
+        traced = self._gradient_sum(params)
+        trace = engine.carry_past(traced, entry, kept, later, elapsed, params, not alone)
+        return self._added(total, None, traced), trace, outputs
+
     def before(
         self,
         moving: list[jax.Array],
         inputs: tuple[PyTree, ...],
         total: list[PyTree],
-        later: GroupPlanes | None,
+        later: Later | None,
         elapsed: jax.Array,
         show: Any = None,
         block: int | None = None,
-    ) -> tuple[list[PyTree], GroupPlanes | None, PyTree, list[jax.Array]]:
+        carries: bool = False,
+    ) -> tuple[list[PyTree], Later, PyTree, list[jax.Array]]:
         """The same for a window that others follow, from states at its entry; it writes none.
 
-        In the place of a trace are cotangents of the states: those at its end are given, and those
-        at its entry returned. What need not be computed in order is computed for so many steps of
-        a ``block`` at a time. The states at the end of the window come last.
+        In the place of a trace is what later steps have to do with the states: with those at its
+        end, which is given, and with those at its entry, which is returned. What need not be
+        computed in order is computed for so many steps of a ``block`` at a time. Behind the outputs
+        is what the engine keeps of the steps if it ``carries`` a trace past them. The states at the
+        end of the window come last.
         """
         last, recorded = self.loop.record(moving, inputs, show)
         engine = self.driver.engine
@@ -302,8 +334,8 @@ class _Window:
             outputs, told, traced = self._recorded(ys, steps, None, elapsed + start)
             if traced is None or not isinstance(engine, BackwardEngine):
                 raise ValueError('There is no gradient, or an engine that only runs forwards.')
-            later = engine.window_before(traced, told, later)
-            return (self._added(total, grads, traced), later), outputs
+            later, kept = engine.window_before(traced, told, later, carries)
+            return (self._added(total, grads, traced), later), (outputs, kept)
 
         length = _length(inputs)
         if block is None or length <= block:
@@ -316,13 +348,18 @@ class _Window:
             )
         return total, later, outputs, last
 
-    def like_later(
-        self, inputs: tuple[PyTree, ...], total: list[PyTree], elapsed: jax.Array
-    ) -> GroupPlanes:
-        """The shapes of the cotangents that go from window to window."""
+    def nothing_later(
+        self,
+        inputs: tuple[PyTree, ...],
+        total: list[PyTree],
+        elapsed: jax.Array,
+        carries: bool = False,
+    ) -> Later:
+        """What goes from window to window, or block to block, behind the last one."""
+        before = partial(self.before, carries=carries)
         some = _cut(inputs, 0, 1)
-        shapes = jax.eval_shape(self.before, self.loop.moving, some, total, None, elapsed)
-        return shapes[1]
+        shapes = jax.eval_shape(before, self.loop.moving, some, total, None, elapsed)
+        return shapes[1].nothing()
 
     def _recorded(
         self, ys: Any, length: int, entry: Entry | None, elapsed: jax.Array
@@ -337,15 +374,18 @@ class _Window:
         if signals is not None:
             signals = without_zeros(signals, self.are_zero)
             signals = stacked(signals, length, self.like_signals)
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            traced = GradientSum(self.driver.graph, params, zeros)
+            traced = self._gradient_sum(params)
         return outputs, Steps(entry, factors, elapsed, signals, params), traced
 
+    def _gradient_sum(self, params: Values) -> GradientSum:
+        """Where the gradients of traced weights go."""
+        return GradientSum(self.driver.graph, params, jax.tree.map(jnp.zeros_like, params))
+
     def _added(
-        self, total: list[PyTree], grads: list[PyTree], traced: GradientSum | None
+        self, total: list[PyTree], grads: list[PyTree] | None, traced: GradientSum | None
     ) -> list[PyTree]:
         """A sum of gradients, with those of a window added."""
-        total = jax.tree.map(jnp.add, total, grads)
+        total = [*total] if grads is None else jax.tree.map(jnp.add, total, grads)
         by_path = {} if traced is None else traced.result()
         for place, path in enumerate(self.paths):  # a state may be named twice
             if path is not None:

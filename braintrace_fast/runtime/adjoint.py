@@ -19,7 +19,8 @@ from ..compiler import HiddenGroup, HiddenParamOpRelation
 from ..kernels.adjoint_scan import adjoint_scan
 from ..kernels.dispatch import Backend
 from ..kernels.planes import Plane, add, times
-from .factors import Factors, GroupPlanes, Signals, sum_middle
+from .engine import Later
+from .factors import Factors, Signals, sum_middle
 from .links import Link, group_plane, links_to
 
 __all__ = ['Adjoint', 'adjoint_of', 'in_one_axis']
@@ -51,13 +52,13 @@ def adjoint_of(
     factors: Factors,
     signals: Signals | None,
     carries: bool,
-    later: GroupPlanes | None,
+    later: Later | None,
     backend: Backend,
 ) -> Adjoint:
     """Scan every group backwards, from the last step of a window to its first.
 
     ``direct`` says per op whether the loss of a step reads it other than by hidden states;
-    ``carries``, whether ``u`` and ``P`` are wanted; ``later`` are cotangents of the last states.
+    ``carries``, whether ``u`` and ``P`` are wanted; ``later`` is what follows, if anything does.
     """
     # What the loss says of an op in its step, until the scan of a group takes it along.
     pending: list[Plane] = [None] * len(direct)
@@ -80,7 +81,8 @@ def adjoint_of(
             c=None
             if signals is None
             else [*(_taken(pending, link) for link in plain), *(None for _ in units)],
-            later=None if later is None else later[group.index],
+            later=None if later is None else later.nu[group.index],
+            beyond=None if later is None or later.P is None else later.P[group.index],
             within=[*(not direct[link.op] for link in plain), *(False for _ in units)],
             carry=carries,
             backend=backend,

@@ -4,13 +4,14 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from .._typing import PyTree
 from ..kernels.planes import Plane
 from .factors import Entry, Factors, GroupPlanes, Signals, Values
 from .gradient import GradientSum
 
-__all__ = ['BackwardEngine', 'Engine', 'FactorTransform', 'Steps', 'Trace']
+__all__ = ['BackwardEngine', 'Engine', 'FactorTransform', 'Later', 'Steps', 'Trace']
 
 Trace = PyTree
 """What an engine carries from step to step; only the engine looks inside."""
@@ -42,6 +43,39 @@ class Steps(NamedTuple):
     signals: Signals | None
     params: Values
     inputs: tuple[Any, Values, Values] | None = None
+
+
+class Later(NamedTuple):
+    """What the steps behind a window have to do with the states at its end.
+
+    Attributes
+    ----------
+    nu : tuple of tuple
+        Per group and plane, the cotangents of those states.
+    P : tuple of tuple, optional
+        Per group and plane, how the states at the end of all steps depend on them; None where no
+        trace is carried.
+    """
+
+    nu: GroupPlanes
+    P: tuple[tuple[tuple[Plane, ...], ...], ...] | None = None
+
+    def nothing(self) -> 'Later':
+        """The same shapes behind the last step: no cotangents, and every state is itself."""
+        nu = jax.tree.map(jnp.zeros_like, self.nu)
+        if self.P is None:
+            return Later(nu)
+        planes = [
+            tuple(
+                tuple(
+                    None if plane is None else jnp.full_like(plane, float(s == q))
+                    for q, plane in enumerate(row)
+                )
+                for s, row in enumerate(rows)
+            )
+            for rows in self.P
+        ]
+        return Later(nu, tuple(planes))
 
 
 class Engine(Protocol):
@@ -105,15 +139,37 @@ class Engine(Protocol):
 
 @runtime_checkable
 class BackwardEngine(Engine, Protocol):
-    """An engine that needs no trace if the windows of a sequence run from the last to the first."""
+    """An engine that needs no trace if the windows of a sequence run from the last to the first.
+
+    One that is wanted nevertheless can be carried past all of them at once.
+    """
 
     def window_before(
-        self, total: GradientSum, steps: Steps, later: GroupPlanes | None
-    ) -> GroupPlanes:
+        self, total: GradientSum, steps: Steps, later: Later | None, carries: bool = False
+    ) -> tuple[Later, PyTree]:
         """Add the gradient of K steps, and of what they do to steps that follow.
 
-        ``later`` are cotangents of the states at the end of the window, None if nothing follows;
-        what is returned are those at its start. There is no trace at the entry of the steps.
+        ``later`` is None if nothing follows; what is returned is that of the steps before. There is
+        no trace at the entry of the steps. If it ``carries`` one past them, arrays with a leading
+        axis of steps come second: what :meth:`carry_past` wants to know of all steps.
+        """
+
+    def carried_bytes(self) -> int:
+        """The bytes of a step that :meth:`carry_past` wants to know."""
+
+    def carry_past(
+        self,
+        total: GradientSum,
+        entry: Entry,
+        steps: PyTree,
+        later: Later,
+        elapsed: jax.Array,
+        params: Values,
+        overwrite: bool = True,
+    ) -> Trace:
+        """The trace after all ``steps``, of which the gradient is known but for the trace's part.
+
+        ``later`` is that of the steps before the first one; ``overwrite`` as of :meth:`window`.
         """
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._typing import PyTree
 from ..compiler import ETraceGraph
 from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
@@ -24,13 +25,14 @@ from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
 from . import input_planes, trace_layout
 from .adjoint import Adjoint, adjoint_of, in_one_axis
-from .engine import FactorTransform, Steps
+from .engine import FactorTransform, Later, Steps
 from .factors import Entry, Factors, GroupPlanes, Signals, Values
 from .gradient import GradientSum, slopes_of
 from .links import Link, group_plane, links_of, x_shape
 from .op_rules import bound_rules, lacking_rules, operand, plane_views, varying_weights, weights_of
 from .trace_planes import direct_ops, trace_planes
 from .trace_room import too_large
+from .window_memory import tree_bytes
 
 __all__ = ['MaterializedEngine']
 
@@ -199,19 +201,52 @@ class MaterializedEngine:
             self._check_carry()
         adjoint = self._adjoint(factors, signals, carries)
         if carries:
-            return self._carry(total, adjoint, factors, steps, overwrite)
+            entry, x = _entry(steps), factors.x
+            return self._carry(total, adjoint, x, entry, steps.elapsed, steps.params, overwrite)
         if total is not None:
             _add_products(total, factors, adjoint)
         return None
 
     def window_before(
-        self, total: GradientSum, steps: Steps, later: GroupPlanes | None
-    ) -> GroupPlanes:
-        """Add the gradient of K steps, and of what they do to steps that follow."""
+        self, total: GradientSum, steps: Steps, later: Later | None, carries: bool = False
+    ) -> tuple[Later, PyTree]:
+        """Add the gradient of K steps, and of what they do to steps that follow.
+
+        What a trace is carried past them by are the inputs of the ops, and ``u`` by link.
+        """
         factors, signals = self._factors(steps.factors, (1,)), self._signals(steps.signals)
-        adjoint = self._adjoint(factors, signals, carries=False, later=later)
+        adjoint = self._adjoint(factors, signals, carries, later)
         _add_products(total, factors, adjoint)
-        return tuple(adjoint.nu.get(group.index, ()) for group in self.graph.hidden_groups)
+        nu, P = (
+            tuple(planes.get(group.index, ()) for group in self.graph.hidden_groups)
+            for planes in (adjoint.nu, adjoint.P)
+        )
+        return Later(nu, P if carries else None), (factors.x, adjoint.u) if carries else None
+
+    def carried_bytes(self) -> int:
+        """Those of the inputs of ops, and of ``u``."""
+        u = [
+            [group_plane(link.group)] * len(self.planes[link.index].kept)
+            for link in self.links
+            for _ in range(link.relation.substeps or 1)
+        ]
+        return tree_bytes((u, [x_shape(relation) for relation in self.relations]))
+
+    def carry_past(
+        self,
+        total: GradientSum,
+        entry: Entry,
+        steps: PyTree,
+        later: Later,
+        elapsed: jax.Array,
+        params: Values,
+        overwrite: bool = True,
+    ) -> Trace:
+        """The trace after all steps, made in one pass over the one before them."""
+        x, u = steps
+        nu, P = (dict(enumerate(planes or ())) for planes in later)
+        adjoint = Adjoint([None for _ in self.relations], u, P, nu)
+        return self._carry(total, adjoint, x, entry, elapsed, params, overwrite)
 
     def trace_of(
         self, entry: Entry, params: Values, ops: Collection[int]
@@ -260,7 +295,7 @@ class MaterializedEngine:
         factors: Factors,
         signals: Signals | None,
         carries: bool,
-        later: GroupPlanes | None = None,
+        later: Later | None = None,
     ) -> Adjoint:
         groups = self.graph.hidden_groups
         return adjoint_of(
@@ -271,16 +306,17 @@ class MaterializedEngine:
         self,
         total: GradientSum | None,
         adjoint: Adjoint,
-        factors: Factors,
-        steps: Steps,
+        inputs_of: Sequence[Any],
+        entry: Entry,
+        elapsed: jax.Array,
+        params: Values,
         overwrite: bool,
     ) -> Trace:
         """Read the gradient off the trace at the entry of a window, and carry it to the exit."""
-        entry = _entry(steps)
         new = []
         for link in self.links:
-            rules = bound_rules(link.relation, values=steps.params)
-            x = factors.x[link.op]
+            rules = bound_rules(link.relation, values=params)
+            x = inputs_of[link.op]
             P, u = adjoint.P[link.group.index], adjoint.u[link.index]
             nu, old = adjoint.nu[link.group.index], entry.trace[link.index]
             x, u = in_one_axis(link.relation, (x, u))
@@ -295,7 +331,7 @@ class MaterializedEngine:
                     total.add_product(link.op, x, w, leading_axes=1)
                     w = None
             options: Any = dict(
-                seed=self._seed(steps.elapsed, link),
+                seed=self._seed(elapsed, link),
                 live=entry.live,
                 overwrite=overwrite,
                 backend=self.backend,

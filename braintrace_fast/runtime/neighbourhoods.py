@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._typing import PyTree
 from ..compiler import ETraceGraph, HiddenGroup
 from ..compiler.coupled import CoupledTransition
 from ..compiler.neighbours import SnapPattern
 from ..errors import NotSupportedError
 from ..kernels.planes import Plane, add, times, walk
-from .engine import FactorTransform, Steps
+from .engine import FactorTransform, Later, Steps
 from .factors import Factors, GroupPlanes, sum_middle
 from .gradient import GradientSum
 from .links import group_plane, links_of, links_to
@@ -245,16 +246,14 @@ class NeighbourhoodEngine(MaterializedEngine):
         return super().window(total, steps, overwrite)
 
     def window_before(
-        self, total: GradientSum, steps: Steps, later: GroupPlanes | None
-    ) -> GroupPlanes:
+        self, total: GradientSum, steps: Steps, later: Later | None, carries: bool = False
+    ) -> tuple[Later, PyTree]:
         """As for :class:`MaterializedEngine`; all neighbourhoods may be one."""
-        if self.is_whole:
-            return self._backwards(total, steps, later)
-        return super().window_before(total, steps, later)
+        if self.is_whole and not carries:
+            return Later(self._backwards(total, steps, later)), None
+        return super().window_before(total, steps, later, carries)
 
-    def _backwards(
-        self, total: GradientSum, steps: Steps, later: GroupPlanes | None
-    ) -> GroupPlanes:
+    def _backwards(self, total: GradientSum, steps: Steps, later: Later | None) -> GroupPlanes:
         """Reverse mode within each group: the products of a window, and ``nu`` at its entry."""
         factors, signals = steps.factors, steps.signals
         if signals is None:
@@ -268,7 +267,7 @@ class NeighbourhoodEngine(MaterializedEngine):
             index = own.group.index
             links = links_to(self.links, own.group)
             f = [factors.f[link.index] for link in links]
-            entry = None if later is None else later[index]
+            entry = None if later is None else later.nu[index]
             nu, w = _adjoint(own, factors.D[index], f, signals.L[index], signals.R[index], entry)
             entries.append(nu)
             for link, plane in zip(links, w, strict=True):

@@ -155,6 +155,8 @@ class Traits(NamedTuple):
         Whether what is small is faster to read and write, as on CPUs.
     recorded_bytes : int
         The bytes that are kept of a step for what is computed after all steps ran forwards.
+    carried_bytes : int
+        The bytes of a step that a trace is carried past it by: inputs of ops, and ``u``.
     """
 
     step_bytes: int
@@ -164,6 +166,7 @@ class Traits(NamedTuple):
     can_carry: bool = True
     is_cached: bool = False
     recorded_bytes: int = 0
+    carried_bytes: int = 0
 
     @property
     def enough(self) -> int:
@@ -267,6 +270,8 @@ def plan_windows(
             return plan
         _check_carry(traits)
     count = count_window(window, inputs, *args)
+    if not fresh and (plan := _carried_in_blocks(length, budget, traits, count)) is not None:
+        return plan
     steps, reason = _longest_that_pay(length, least, budget, count)
     if fresh and not traits.is_small and carries is not None:
         reason = f'{reason}; {carries}'
@@ -333,6 +338,24 @@ def _in_blocks(length: int, budget: int, traits: Traits, count: Count) -> Plan |
             own = fitting if fitting < longest else None
             return Plan(windows, reason, budget, whole, backwards=True, block=own)
     return None
+
+
+def _carried_in_blocks(length: int, budget: int, traits: Traits, count: Count) -> Plan | None:
+    """Windows that touch the trace once each, worked through in blocks; None if they do not pay.
+
+    Of every step there is kept what it recorded, and what the trace is carried by.
+    """
+    if not traits.is_cached or traits.is_small or traits.refuses_backwards is not None:
+        return None
+    kept = traits.recorded_bytes + traits.carried_bytes
+    block, most = traits.block(count), min(LONG, RECORDED // max(kept, 1))
+    windows = split(length, max(block, most), even=True)
+    longest = max(steps for _, steps in windows)
+    whole = count._replace(fixed=count.fixed + longest * kept)
+    if longest <= block or whole.steps(budget) < block:
+        return None
+    reason = f'more than {block} steps at a time gain little'
+    return Plan(windows, reason, budget, whole, block=block)
 
 
 def _backwards(length: int, budget: int, traits: Traits, count: Count) -> Plan:

@@ -24,13 +24,14 @@ def adjoint_scan(
     *,
     c: Planes | None = None,
     later: Planes | None = None,
+    beyond: Sequence[Planes] | None = None,
     within: Sequence[bool] | None = None,
     carry: bool = False,
     backend: Backend = PLAIN,
 ) -> Adjoint:
     """Go back through a window of K steps of one group.
 
-    With ``nu[K+1]`` zero or given and ``P[K] = 1``, for ``t = K .. 1``::
+    With ``nu[K+1]`` zero or given and ``P[K]`` one or given, for ``t = K .. 1``::
 
         w[t]   = c[t] + sum_s f[t][s] (nu[t+1][s] + L[t][s] if within)
         u[t]   = P[t] f[t]
@@ -56,6 +57,9 @@ def adjoint_scan(
     later : sequence of array or None, optional
         ``nu[K+1]`` per plane, of shape ``varshape``: what losses after the window say of the states
         at its end. Without it there are none.
+    beyond : sequence of sequence of array or None, optional
+        ``P[K]``, planes of shape ``varshape``, of a window that others follow: how the states at
+        the end of the last one depend on those at the end of this one, and so ``P`` and ``u``.
     within : sequence of bool, optional
         Per op, whether that loss reads it by way of the states alone, so that ``L`` counts instead.
     carry : bool
@@ -73,7 +77,7 @@ def adjoint_scan(
     ([0.875], [0.125], [0.75, 0.5, 0.0])
     """
     flags = None if within is None else tuple(within)
-    operands = AdjointOperands(D, f, L, R, c, later, flags, carry)
+    operands = AdjointOperands(D, f, L, R, c, later, beyond, flags, carry)
     _check(operands)
     adjoint = dispatch.run('adjoint_scan', backend, operands)
     own = [None] * len(f) if c is None else c
@@ -85,9 +89,10 @@ def _check(operands: AdjointOperands) -> None:
     """Refuse operands whose numbers of planes or shapes do not fit together."""
     size, ops = len(operands.D), len(operands.f)
     check_planes('adjoint_scan', size, D=operands.D, L=operands.L, later=operands.later)
+    check_planes('adjoint_scan', size, beyond=operands.beyond)
     for planes in operands.f:
         check_planes('adjoint_scan', size, f=planes)
     if operands.within is not None and len(operands.within) != ops:
         raise ValueError(f'adjoint_scan: within has {len(operands.within)} flags, expected {ops}.')
-    one_step = jax.tree.map(lambda plane: plane[None], operands.later)
-    check_shapes('adjoint_scan', replace(operands, later=one_step))
+    later, beyond = jax.tree.map(lambda plane: plane[None], (operands.later, operands.beyond))
+    check_shapes('adjoint_scan', replace(operands, later=later, beyond=beyond))

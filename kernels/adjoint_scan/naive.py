@@ -20,7 +20,7 @@ def adjoint_scan(operands: AdjointOperands) -> Arrays:
     the last two are empty without ``carry``.
     """
     states, ops = range(len(operands.D)), range(len(operands.f))
-    planes = jax.tree.leaves(replace(operands, later=None))
+    planes = jax.tree.leaves(replace(operands, later=None, beyond=None))
     steps, *shape = window = np.broadcast_shapes(*(a.shape for a in planes))
     D, f = dense(operands.D, window), dense(operands.f, window)
     L = dense(operands.L or [None for _ in states], window)
@@ -30,6 +30,8 @@ def adjoint_scan(operands: AdjointOperands) -> Arrays:
 
     nu = dense(operands.later or [None for _ in states], tuple(shape))
     P = np.stack([[np.full(shape, float(s == q)) for q in states] for s in states])
+    if operands.beyond is not None:
+        P = dense(operands.beyond, tuple(shape))
     w, u = np.zeros((len(ops), *window)), np.zeros((len(ops), len(states), *window))
     for t in reversed(range(steps)):
         for k in ops:

@@ -17,7 +17,7 @@ class AdjointOperands:
 
     Attributes
     ----------
-    D, f, L, R, c, later
+    D, f, L, R, c, later, beyond
         As :func:`braintrace_fast.kernels.adjoint_scan.adjoint_scan` takes them.
     within : tuple of bool, optional
         Per op, whether ``L`` counts for it within its own step.
@@ -31,5 +31,6 @@ class AdjointOperands:
     R: Sequence[Plane] | None = None
     c: Sequence[Plane] | None = None
     later: Sequence[Plane] | None = None
+    beyond: Sequence[Sequence[Plane]] | None = None
     within: tuple[bool, ...] | None = field(default=None, metadata={'static': True})
     carry: bool = field(default=False, metadata={'static': True})

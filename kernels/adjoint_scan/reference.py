@@ -104,11 +104,13 @@ def recurrence(operands: AdjointOperands) -> tuple[Callable[[Any, Any], Any], An
             )
         return (nu, P), (w, u if carry else ())
 
-    nu = tuple(
-        (0.0 if plane is None else plane) if a else None
-        for a, plane in zip(alive, later, strict=True)
+    nu = tuple(_number_if_none(plane) if a else None for a, plane in zip(alive, later, strict=True))
+    beyond: Any = operands.beyond or [[float(s == q) for q in size] for s in size]
+    P = tuple(
+        tuple(_number_if_none(beyond[s][q]) if reached[s][q] else None for q in size)
+        for s in size
+        if carry
     )
-    P = tuple(tuple(float(s == q) if reached[s][q] else None for q in size) for s in size if carry)
     return body, (nu, P)
 
 
@@ -124,6 +126,10 @@ def _is_read(
     later = [s for s in size if any(reached[s][r] and pattern[r][q] for r in size)]
     before = [] if R is None else [R[s] for s in {q, *later}]
     return any(plane is not None for plane in (*before, *(L[s] for s in later)))
+
+
+def _number_if_none(plane: Any) -> Any:
+    return 0.0 if plane is None else plane
 
 
 def _or_zero(plane: Plane, like: Any) -> Plane:

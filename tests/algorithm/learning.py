@@ -102,11 +102,11 @@ def add_trees(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: sum(leaves), *trees)
 
 
-def cut_into(monkeypatch: Any, steps: int, block: int | None) -> None:
-    """Cut sequences into windows that go backwards, and these into blocks, whatever they take."""
+def cut_into(monkeypatch: Any, steps: int, block: int | None, backwards: bool = True) -> None:
+    """Cut sequences into windows, and these into blocks, whatever they take."""
 
     def plan_windows(window: Any, inputs: Any, *_: Any) -> planner.Plan:
         pieces = planner.split(len(jax.tree.leaves(inputs)[0]), steps)
-        return planner.Plan(pieces, 'told to', 0, backwards=True, block=block)
+        return planner.Plan(pieces, 'told to', 0, backwards=backwards, block=block)
 
     monkeypatch.setattr(windows, 'plan_windows', plan_windows)

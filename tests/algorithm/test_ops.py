@@ -44,10 +44,20 @@ RULES = {
     ),
     'three_factor': Rule('three_factor', {}, False),
 }
-WAYS = 'per step', 'pieces', 'fresh', 'forwards', 'backwards', 'blocks', 'chunks', 'vmap'
+WAYS = (
+    *('per step', 'pieces', 'pieces in blocks', 'chunks', 'vmap'),
+    *('fresh', 'forwards', 'backwards', 'blocks'),
+)
 """Fresh ones are in one window, or in several, in either order, or in one by blocks."""
+IN_BLOCKS = 'blocks', 'pieces in blocks'
 CHEAP = {'forwards': 1e9, 'backwards': 0}
-QUICK = ('d_rtrl', 'per step'), ('d_rtrl', 'pieces'), ('d_rtrl', 'blocks'), ('pp_prop', 'pieces')
+QUICK = (
+    ('d_rtrl', 'per step'),
+    ('d_rtrl', 'pieces'),
+    ('d_rtrl', 'pieces in blocks'),
+    ('d_rtrl', 'blocks'),
+    ('pp_prop', 'pieces'),
+)
 """For one model of every op; D-RTRL's carried windows for all models, everything for one model."""
 FIRST = {module.MODELS[0].name for module in MODULES}
 QUICK_OP = 'grouped_matmul'
@@ -66,7 +76,8 @@ CASES = [
     for transition in TRANSITIONS
     for rule in RULES
     for way in WAYS
-    if (rule, way) not in (('three_factor', 'chunks'), ('pp_prop', 'blocks'))  # refused; one window
+    if (rule, way) != ('three_factor', 'chunks')  # refused
+    if rule != 'pp_prop' or way not in IN_BLOCKS  # one window
     for of in [(name, rule, way, transition)]
 ]
 
@@ -102,9 +113,9 @@ def found(learner: Any, xs: Any, rule: str, way: str) -> dict[str, Any]:
 
         learn = functools.partial(learner.etrace_grad, step_fn=of_chunk, reduction='sum')
         parts = [learn(xs[:IN_CHUNKS], rewards[:IN_CHUNKS], chunk_size=CHUNK)]
-    elif way == 'pieces':
-        pieces = slice(0, PIECE), slice(PIECE, STEPS)
-        parts = [learn(xs[s], rewards[s], trace_every=EVERY) for s in pieces]
+    elif way.startswith('pieces'):
+        pieces, every = (slice(0, PIECE), slice(PIECE, STEPS)), EVERY if way == 'pieces' else None
+        parts = [learn(xs[s], rewards[s], trace_every=every) for s in pieces]
     elif way in CHEAP:
         parts = [learn(xs, rewards, trace='fresh', trace_every=EVERY)]
         assert learner.plan.backwards == (way == 'backwards' and rule != 'pp_prop')
@@ -150,8 +161,8 @@ def truth(learner: Any, xs: Any, name: str, transition: str, rule: str, way: str
 @pytest.mark.parametrize(('name', 'transition', 'rule', 'way'), CASES)
 def test_an_op_learns_as_the_rule_says(monkeypatch, name, transition, rule, way):
     monkeypatch.setattr(planner, 'CHEAP', CHEAP.get(way, planner.CHEAP))
-    if way == 'blocks':
-        cut_into(monkeypatch, STEPS, EVERY)
+    if way in IN_BLOCKS:
+        cut_into(monkeypatch, STEPS, EVERY, backwards=way == 'blocks')
     learner, xs = compiled(name, transition, rule, way)
     expected = truth(learner, xs, name, transition, rule, way)
     testing.compare(found(learner, xs, rule, way), expected).check(1e-11)

@@ -12,7 +12,17 @@ from jax.extend.core import jaxprs_in_params
 import braintrace_fast as btf
 from braintrace_fast import testing
 from braintrace_fast.runtime import planner
-from tests.algorithm.learning import add_trees, at, begin, check, learning, set_states
+from tests.algorithm.learning import (
+    ALGORITHMS,
+    add_trees,
+    at,
+    begin,
+    check,
+    cut_into,
+    learning,
+    set_states,
+)
+from tests.algorithm.test_signals import RULES
 from tests.algorithm.test_table import every_algorithm, most_models_slowly, skip_if_positions_mix
 from tests.models import MODELS
 from tests.oracles.recurrence import BATCH, STEPS, recurrence_of, step_loss
@@ -67,6 +77,26 @@ def test_a_window_leaves_the_trace_that_steps_leave(case, algorithm, every, x64)
     check(in_windows(learned, trace_every=every), by_step, rtol=1e-10)
     found = [s.value for s in learned.learner.own_states]
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@quickly('gru', 'lif_expon', 'output_reads_y', 'units')
+@pytest.mark.parametrize('rule', ['d_rtrl', 'filter'])
+def test_a_window_in_blocks_leaves_the_gradient_and_the_trace_of_a_whole_one(
+    monkeypatch, case, rule, x64
+):
+    monkeypatch.setitem(ALGORITHMS, 'filter', RULES['filter'])
+    learned = learning(case, rule)
+    results = []
+    for steps, block in ((3, None), (4, 3)):
+        cut_into(monkeypatch, steps, block, backwards=False)
+        begin(learned)
+        found = in_windows(learned)
+        assert learned.learner.plan.block == block
+        results.append((found, [s.value for s in learned.learner.own_states]))
+    (expected, before), (found, after) = results
+    check(found, expected, rtol=1e-10)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 

@@ -96,8 +96,14 @@ def temporary_bytes(learner, length, **options):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.fixture
+def whole(monkeypatch):
+    """Windows that carry a trace are not worked through in blocks."""
+    monkeypatch.setattr(planner, 'RECORDED', 0)
+
+
 @every_model_and_rule
-def test_the_compiled_program_stays_within_the_budget(model, rule):
+def test_the_compiled_program_stays_within_the_budget(model, rule, whole):
     """And takes a good part of it, so that windows are not needlessly short."""
     learner = new_learner(model, rule)
     least = counted(learner)
@@ -108,9 +114,23 @@ def test_the_compiled_program_stays_within_the_budget(model, rule):
         assert budget / 4 < temporary <= budget
 
 
+@pytest.mark.parametrize('model', ['rnn', 'two planes'])
+def test_blocks_of_a_carried_window_stay_within_the_budget(model):
+    learner = new_learner(model)
+    for length in (200, 400, 2400):
+        temporary = temporary_bytes(learner, length, memory_budget='1TB')
+        plan = learner.plan
+        assert plan.block and temporary <= plan.bytes
+        assert plan.steps == min(length, 800)  # and memory does not grow any more
+        temporary_bytes(learner, length, memory_budget=plan.bytes - 1)
+        assert learner.plan.bytes < plan.bytes
+
+
 def counted(learner, length=1000, **options):
     """By default so many steps that a rough count does not decide."""
-    temporary_bytes(learner, length, memory_budget='1TB', **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, 'RECORDED', 0)
+        temporary_bytes(learner, length, memory_budget='1TB', **options)
     return learner.plan.count
 
 
@@ -334,6 +354,8 @@ def test_a_plan_is_plain_data():
     ],
 )
 def test_windows_are_short_where_the_trace_is_small(monkeypatch, rule, trace, steps):
+    if trace == 'carry':
+        monkeypatch.setattr(planner, 'RECORDED', 0)
     monkeypatch.setattr(planner, 'LITTLE', 1)
     learner = new_learner('gru', rule)
     temporary_bytes(learner, 200, memory_budget='1TB', trace=trace)
@@ -422,8 +444,38 @@ def test_on_cpus_fresh_sequences_are_worked_through_in_blocks(per_step, length, 
     assert plan.bytes >= held + (block or plan.steps) * per_step
     tight = plan_windows(window, inputs, args, None, True, plan.bytes - 1, traits)
     assert tight.bytes < plan.bytes
-    for other in (
-        plan_windows(window, inputs, args, None, False, 2**50, traits),
-        plan_windows(window, inputs, args, None, True, 2**50, elsewhere),
-    ):
-        assert other.steps >= min(length, 64) and other.block is None
+    other = plan_windows(window, inputs, args, None, True, 2**50, elsewhere)
+    assert other.steps >= min(length, 64) and other.block is None
+
+
+@pytest.mark.parametrize(
+    ('per_step', 'length', 'windows', 'block'),
+    [
+        (2**16, 100, ((1, 100),), None),
+        (2**16, 200, ((1, 200),), 100),
+        (2**20, 480, ((4, 120),), 16),
+        (2**23, 40, ((1, 40),), None),
+        (2**13, 3000, ((3, 1000),), 100),
+    ],
+)
+def test_on_cpus_windows_that_carry_a_trace_are_worked_through_in_blocks(
+    per_step, length, windows, block
+):
+    """As long as 2**26 bytes hold what is kept of a step."""
+    floats = per_step // 8
+
+    def window(inputs, total, entry, index):
+        return total, entry, jnp.cumsum(inputs, axis=0)
+
+    inputs = jax.ShapeDtypeStruct((length, floats), jnp.float32)
+    args = jnp.zeros(1), jnp.zeros(per_step), jnp.zeros(1)
+    elsewhere = Traits(
+        per_step // 2, per_step // 8, recorded_bytes=per_step // 4, carried_bytes=per_step // 4
+    )
+    traits = elsewhere._replace(is_cached=True)
+    plan = plan_windows(window, inputs, args, None, False, 2**50, traits)
+    assert plan.windows == windows and plan.block == block and not plan.backwards
+    tight = plan_windows(window, inputs, args, None, False, plan.bytes - 1, traits)
+    assert tight.block is None
+    for other in (elsewhere, traits._replace(refuses_backwards='for a reason')):
+        assert plan_windows(window, inputs, args, None, False, 2**50, other).block is None
