@@ -23,6 +23,7 @@ RECORD = Path(__file__).parent / 'examples.json'
 CACHE = BUILD / 'examples.json'
 """How each file ended on the reference, by what it contains."""
 ERROR = re.compile(r'[\w.]*(Error|Exception|Exit|Interrupt)\b')
+PATH = re.compile(r"\s*\(?'?/[^\s']+")
 LEAVE_OUT = ('.ipynb_checkpoints', 'tests')
 
 Row = dict[str, str]
@@ -152,7 +153,7 @@ def _run(script: Script, file: str, target: str, form: str, seconds: int) -> str
         return 'passed'
     lines = path.with_suffix('.log').read_text('utf-8').splitlines()
     errors = [line for line in lines if ERROR.match(line)] or lines or ['no message']
-    return 'failed: ' + errors[-1][:200]
+    return 'failed: ' + PATH.sub('', errors[-1])[:120]
 
 
 def _record(rows: Sequence[Row], *, partial: bool) -> None:
