@@ -28,6 +28,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument('--seconds', type=int, default=120, help='the limit of one test')
     parser.add_argument('--examples', type=Path, help='run the examples of a checkout instead')
     parser.add_argument('--limit', type=int, default=240, help='seconds that an example may take')
+    parser.add_argument('--short', action='store_true', help='examples with small arguments')
     parser.add_argument(
         '--reference', action='store_true', help='run what failed last on the reference itself'
     )
@@ -82,7 +83,9 @@ def _reference(sources: Path, files: Sequence[Path], given: argparse.Namespace) 
 
 
 def _examples(given: argparse.Namespace) -> int:
-    rows = run_examples(given.examples, given.files, workers=given.workers, seconds=given.limit)
+    rows = run_examples(
+        given.examples, given.files, workers=given.workers, seconds=given.limit, short=given.short
+    )
     rows = [row for row in rows if row['there'] == 'passed']
     passed = sum(row['here'] == 'passed' for row in rows)
     print(f'==> {passed} of {len(rows)} examples that run on the reference run here')

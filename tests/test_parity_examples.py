@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from parity.example_sources import read_example, with_import
+from parity.examples import _ran_out
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,10 @@ def test_only_cells_that_need_a_private_name_without_counterpart_are_left_out(
     assert script.missing == ('braintrace._op.no_such_name',)
     assert script.text.count('print(value)') == 1
     assert '%' not in script.text
+
+
+def test_what_ended_at_a_limit_is_run_again_with_a_longer_one() -> None:
+    known = {'there': 'still running after 100 s'}
+    assert _ran_out(known, 240)
+    assert not _ran_out(known, 100)
+    assert not _ran_out({'there': 'passed'}, 240)
