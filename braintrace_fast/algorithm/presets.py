@@ -13,12 +13,12 @@ from ..runtime.materialized import MaterializedEngine
 from ..runtime.memory_budget import trace_room
 from ..runtime.neighbourhoods import NeighbourhoodEngine
 from .axes import ETraceConfig
-from .vjp import ETraceVjpAlgorithm
+from .step_hooks import HookedAlgorithm
 
 __all__ = ['D_RTRL', 'ES_D_RTRL', 'IODimVjpAlgorithm', 'ParamDimVjpAlgorithm', 'pp_prop']
 
 
-class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
+class ParamDimVjpAlgorithm(HookedAlgorithm):
     r"""D-RTRL: a trace of the size of the weights, per example and state.
 
     .. math::
@@ -97,6 +97,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
             chunks=self.differentiates_calls,
             transform=self.factor_transform(graph),
             stochastic=self.stochastic_rounding,
+            whole=self.has_hooks,
             backend=self.resolved_backend,
             room=trace_room(self.memory_budget),
         )
@@ -111,7 +112,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         return None if kappa is None else Filter(kappa, graph.hidden_groups)
 
 
-class IODimVjpAlgorithm(ETraceVjpAlgorithm):
+class IODimVjpAlgorithm(HookedAlgorithm):
     r"""pp-prop: a trace of the size of inputs and outputs.
 
     .. math::

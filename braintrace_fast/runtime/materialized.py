@@ -57,6 +57,8 @@ class MaterializedEngine:
         What to run kernels with.
     room : int, optional
         The most bytes that the trace may take. A larger one is neither made nor carried.
+    whole : bool
+        Whether every plane is kept as it is defined, because something else may change it.
     """
 
     is_small = False
@@ -70,6 +72,7 @@ class MaterializedEngine:
         stochastic: bool = False,
         backend: Backend = PLAIN,
         room: int | None = None,
+        whole: bool = False,
     ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
@@ -82,10 +85,9 @@ class MaterializedEngine:
         self.reads_entry = chunks
         copies = 1 if transform is None else transform.copies
         # Kernels take planes of one shape, and every element draws its own random bits.
-        self.compresses = backend.name == 'jax' and not stochastic
-        self.planes = [
-            trace_planes(graph, link, chunks, copies, not stochastic) for link in self.links
-        ]
+        by_input = not (stochastic or whole)
+        self.compresses = backend.name == 'jax' and by_input
+        self.planes = [trace_planes(graph, link, chunks, copies, by_input) for link in self.links]
         self.too_large = too_large(self.relations, self.links, self.trace_shape(), room)
         if self.too_large is not None:
             self.planes = [planes.not_kept() for planes in self.planes]
