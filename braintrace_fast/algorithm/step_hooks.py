@@ -63,7 +63,7 @@ class HookedAlgorithm(ETraceVjpAlgorithm):
             The number of steps before this one.
         hist_etrace_vals : PyTree
             The traces before the step: for D-RTRL per op and group that it reaches, per state
-            plane, by name of the weight; None for planes that no later step reads.
+            plane, by name of the weight; None for planes that are always zero.
         hid2weight_jac : pair
             The inputs of ops ``x``, and ``f``: the planes of ``d h / d y`` per op and group.
         hid2hid_jac : tuple

@@ -58,7 +58,8 @@ class MaterializedEngine:
     room : int, optional
         The most bytes that the trace may take. A larger one is neither made nor carried.
     whole : bool
-        Whether every plane is kept as it is defined, because something else may change it.
+        Whether every plane is kept as it is defined, because something else may change it, and
+        gradients are read off what it made of it.
     """
 
     is_small = False
@@ -87,7 +88,9 @@ class MaterializedEngine:
         # Kernels take planes of one shape, and every element draws its own random bits.
         by_input = not (stochastic or whole)
         self.compresses = backend.name == 'jax' and by_input
-        self.planes = [trace_planes(graph, link, chunks, copies, by_input) for link in self.links]
+        self.planes = [
+            trace_planes(graph, link, chunks or whole, copies, by_input) for link in self.links
+        ]
         self.too_large = too_large(self.relations, self.links, self.trace_shape(), room)
         if self.too_large is not None:
             self.planes = [planes.not_kept() for planes in self.planes]

@@ -80,6 +80,21 @@ def test_a_changed_trace_is_carried_and_read():
     assert any(np.any(a) for a in jax.tree.leaves(with_past))
 
 
+def test_the_gradient_of_a_step_is_read_off_the_changed_trace():
+    """Also where no state of the step before is read: then the trace is that of one step."""
+
+    class Silent(btf.D_RTRL):
+        def _update_etrace_data(self, *args):
+            return jax.tree.map(jnp.zeros_like, super()._update_etrace_data(*args))
+
+    def of_weight(rule):
+        grads = gradient(learner_of(rule, {}, btf.nn.ValinaRNNCell))
+        return jax.tree.leaves({path: g for path, g in grads.items() if 'W' in path})
+
+    assert not any(np.any(a) for a in of_weight(Silent))
+    assert any(np.any(a) for a in of_weight(btf.D_RTRL))
+
+
 def test_hooks_see_the_recurrence_itself():
     """With ``D`` set to zero by the hook, only the step itself is in the trace."""
 
