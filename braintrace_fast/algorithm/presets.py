@@ -107,8 +107,7 @@ class ParamDimVjpAlgorithm(HookedAlgorithm):
         )
         if self.config.sparse_n is None:
             return MaterializedEngine(graph, **options)
-        most = self.snap_max_jacobian_elements
-        return NeighbourhoodEngine(graph, self.config.sparse_n, most, **options)
+        return NeighbourhoodEngine(graph, self.snap_max_jacobian_elements, **options)
 
     @property
     def etrace_bwg(self) -> dict[tuple[int, int], EligibilityTrace]:

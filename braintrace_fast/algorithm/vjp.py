@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import Path
-from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph, Scope, warn_of_untraced
+from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph, Scope
+from ..compiler.untraced import check_traced, warn_of_untraced
 from ..driver import (
     ChunkInside,
     Driver,
@@ -128,6 +129,11 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         *args
             Inputs of one step, or windows.
 
+        Raises
+        ------
+        CompilationError
+            If there is no weight that could be traced.
+
         Warns
         -----
         UntracedWarning
@@ -155,6 +161,7 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
 
     def _prepare(self) -> None:
         """Make all that depends on the graph."""
+        check_traced(self.graph)
         config = self.config
         mixes = config.include_recurrent_mixing and config.trace_factorization == 'per_param'
         other = config.learning_signal in ('random_feedback', 'modulatory')
