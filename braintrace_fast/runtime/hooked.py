@@ -1,6 +1,6 @@
 """An engine whose traces and gradients others may change, step by step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import jax
@@ -86,9 +86,14 @@ class HookedEngine:
         """A trace of another backend in the form of this one."""
         return self.inner.fit(trace)
 
-    def trace_of(self, trace: Trace, ops: list[int]) -> Any:
+    def trace_of(self, entry: Entry, params: Values, ops: Collection[int]) -> Any:
         """The part of a trace that belongs to some ops, for people to look at."""
-        return self.inner.trace_of(trace, ops)
+        return self.inner.trace_of(entry, params, ops)
+
+    def with_trace_of(self, trace: Trace, key: tuple[int, int], value: Any) -> Trace:
+        """A trace of which one part is what :meth:`trace_of` would show so."""
+        inner: Any = self.inner
+        return inner.with_trace_of(trace, key, value)
 
     def window(
         self, total: GradientSum | None, steps: Steps, overwrite: bool = True
