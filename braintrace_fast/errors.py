@@ -3,9 +3,12 @@
 from .kernels.dispatch import FallbackError
 
 __all__ = [
+    'ArgumentError',
+    'ArgumentTypeError',
     'CheckpointError',
     'CompilationError',
     'FallbackError',
+    'NotCompiledError',
     'NotSupportedError',
     'UntracedWarning',
 ]
@@ -17,6 +20,18 @@ class NotSupportedError(Exception):
 
 class CompilationError(Exception):
     """The model cannot be compiled into an online learner; the message says what to change."""
+
+
+class ArgumentError(ValueError, AssertionError):
+    """An argument has a value that it cannot have; braintrace asserts that it has not."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of a type that it cannot be of."""
+
+
+class NotCompiledError(ValueError, RuntimeError):
+    """Something was asked of a model that is not compiled yet."""
 
 
 class CheckpointError(ValueError):

@@ -77,6 +77,9 @@ class _StandIn(ModuleType):
         self.__dict__['_words'] = frozenset(re.findall(r'\w+', source.read_text('utf-8')))
 
     def __getattr__(self, name: str) -> Any:
+        if name == '__all__':  # of what it exports, that which is public
+            public = importlib.import_module(TARGET).__all__
+            return [one for one in public if one in self.__dict__['_words']]
         if name.startswith('__') or name not in self.__dict__['_words']:
             raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
         found = counterpart(self.__name__, name)

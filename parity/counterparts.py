@@ -11,10 +11,12 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from .readers import READERS
+
 __all__ = ['counterpart', 'has_counterpart', 'own_attributes', 'private_attributes']
 
 LIBRARY = Path(__file__).parents[1] / 'braintrace_fast'
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {**READERS}
 """By ``module.name`` of the reference, ``module:name`` of this library."""
 
 

@@ -3,7 +3,8 @@
 The rule: a test is about internals if it, or a function, class, fixture or constant of a test file
 that it uses,
 
-1. names an object of a private module that is not public and has no counterpart here, or
+1. names an object of a private module that is not public and has no counterpart here, or the list
+   of its names (``__all__``), or
 2. names an attribute with one leading underscore that the reference's sources define and ours do
    not, be it to read, to call, to override or to patch it.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from .alias import NAME, is_test_source
 from .counterparts import has_counterpart, own_attributes, private_attributes
+from .readers import READERS
 
 __all__ = ['internal_names']
 
@@ -85,8 +87,8 @@ def _chain(node: ast.expr) -> list[str] | None:
 class _Reader:
     """Collects the internal names that a definition uses, with all that it uses in turn."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, subject: str = '') -> None:
+        self.root, self.subject = root, subject
         self.found: set[str] = set()
         self.seen: set[tuple[str, str]] = set()
 
@@ -127,8 +129,15 @@ class _Reader:
             other = _source(self.root, module)
             self._name(other, other.imported, [names[0]])
         elif any(part.startswith('_') for part in parts[1 : depth + 1]):
-            if not names[0].startswith('__') and not has_counterpart(module, names[0]):
+            if not self._is_offered(module, names[0]):
                 self.found.add(f'{module}.{names[0]}')
+
+    def _is_offered(self, module: str, name: str) -> bool:
+        """Whether a test may use a name of a private module."""
+        if name.startswith('__'):
+            return name != '__all__'
+        is_tested = module == self.subject and f'{module}.{name}' in READERS
+        return has_counterpart(module, name) and not is_tested
 
 
 def internal_names(root: Path, module: str, classes: tuple[str, ...], test: str) -> list[str]:
@@ -145,7 +154,7 @@ def internal_names(root: Path, module: str, classes: tuple[str, ...], test: str)
     test : str
         The name of its function.
     """
-    source, reader = _source(root, module), _Reader(root)
+    source, reader = _source(root, module), _Reader(root, module.removesuffix('_test'))
     scope: list[ast.stmt] = list(source.definitions.values())
     own: set[str] = set()
     for name in classes:

@@ -19,7 +19,8 @@ Made by `make parity`, which downloads the source distribution of braintrace 0.2
 tests with `braintrace` meaning this library. A test counts if it asks for public behaviour. It is
 *about internals* if it, or what it uses of a test file, names
 
-- an object of a private module that is not public and that no module here defines, or
+- an object of a private module that is not public and that no module here defines, or the list of
+  such a module's names, or
 - an attribute with one leading underscore that braintrace's sources define and ours do not.
 
 `parity/internals.py` reads that off the sources of the tests. *Skipped* are tests that skip

@@ -166,8 +166,8 @@ class ETraceConfig:
     def _side(self, name: str, place: int) -> Any:
         if not self.is_factorized:
             raise AttributeError(
-                f'{name} has two sides only if the trace is factorised; here '
-                f'trace_factorization={self.trace_factorization!r}. Read config.{name}.'
+                f"{name} has two sides only with trace_factorization='io_factorized', and here it "
+                f'is {self.trace_factorization!r}. Read config.{name}.'
             )
         return getattr(self, name)[place]
 
@@ -185,12 +185,15 @@ def _check_value(config: ETraceConfig, axis: str) -> None:
         config._set(temporal_recursion=values)
     for one in values:
         if not isinstance(one, str) or one not in VALUES[axis]:
-            raise ValueError(f'{axis} is {one!r}; choose one of {_listed(VALUES[axis])}.')
+            raise ValueError(
+                f'{one!r} is not a known value of {axis}; choose one of {_listed(VALUES[axis])}.'
+            )
         if one in UNBUILT.get(axis, ()):
             built = [v for v in VALUES[axis] if v not in UNBUILT[axis]]
             raise ValueError(
-                f'{axis}={one!r} is known, but there is no such learner yet; use '
-                f'{_listed(built)}. How often to update is up to the loop around etrace_grad.'
+                f'{axis}={one!r} is known, but not implemented yet, and there is no phase yet in '
+                f'which it will be; use {_listed(built)}. How often to update is up to the loop '
+                'around etrace_grad.'
             )
 
 
@@ -211,11 +214,11 @@ def _check_coefficients(config: ETraceConfig) -> None:
         given, chosen = getattr(config, name), getattr(config, axis)
         if given is not None and chosen != value:
             raise ValueError(
-                f'{name}={given!r} belongs to {axis}={value!r}, and {axis} is {chosen!r}. Set '
-                f'{axis}={value!r}, or leave {name} out.'
+                f'{name}={given!r} has no category to act on: it belongs to {axis}={value!r}, and '
+                f'{axis} is {chosen!r}. Set {axis}={value!r}, or leave {name} out.'
             )
         if given is None and chosen == value:
-            raise ValueError(f'{axis}={value!r} needs {name}=...')
+            raise ValueError(f'With {axis}={value!r}, `{name}` is required.')
 
 
 def _check_recursion(config: ETraceConfig) -> None:
@@ -225,36 +228,39 @@ def _check_recursion(config: ETraceConfig) -> None:
     if config.is_factorized:
         if recursion[0] == 'jacobian':
             raise ValueError(
-                "temporal_recursion is 'jacobian' for the input side, which has no hidden states: "
-                "use ('scalar_leak', 'jacobian')."
+                "The temporal_recursion of the x-side may not be 'jacobian', since inputs have no "
+                "hidden states: use ('scalar_leak', 'jacobian')."
             )
-        sides = [*zip(recursion, decay, (f' of the {side}' for side in SIDES), strict=True)]
+        sides = [*zip(recursion, decay, SIDES, strict=True)]
         missing = [side for _, a, side in sides if a is None]
         if missing:
             raise ValueError(
-                f"trace_factorization='io_factorized' needs the decay{missing[0]}: give decay=a, "
-                'or decay=(a_x, a_f).'
+                f"With trace_factorization='io_factorized', the {missing[0]} decay is required: "
+                'give decay=a, or decay=(a_x, a_f).'
             )
     else:
         for name, value in (('temporal_recursion', recursion), ('decay', decay)):
             if isinstance(value, tuple):
                 raise ValueError(
-                    f'{name} is the pair {value}; trace_factorization='
-                    f'{config.trace_factorization!r} has one trace, and takes one value.'
+                    f"{name} may only be a pair with trace_factorization='io_factorized'; here it "
+                    f'is {value}, and trace_factorization={config.trace_factorization!r} has one '
+                    'trace.'
                 )
-        sides = [(recursion, decay, '')]
+        sides = [(recursion, decay, 'trace')]
         if recursion == 'jacobian' and decay is not None:
             raise ValueError(
-                f'decay={decay} has no effect on a trace that D alone carries. Leave it out, or '
-                "set temporal_recursion='scalar_leak'."
+                f'decay={decay} would be silently ignored: D alone carries the trace. Leave it '
+                "out, or set temporal_recursion='scalar_leak'."
             )
         if recursion == 'scalar_leak' and decay is None:
-            raise ValueError("temporal_recursion='scalar_leak' needs decay=...")
+            raise ValueError(
+                "With temporal_recursion='scalar_leak', a decay is required: decay=..."
+            )
     for kind, a, side in sides:
         if kind == 'none' and a:
             raise ValueError(
-                f"temporal_recursion='none' keeps nothing of the trace{side}, so that decay={a} "
-                "has no effect. Leave it out, or set temporal_recursion='scalar_leak'."
+                f"temporal_recursion='none' keeps nothing of the {side}, so that decay={a} would "
+                "have no effect. Leave it out, or set temporal_recursion='scalar_leak'."
             )
 
 
@@ -263,24 +269,27 @@ def _check_axes(config: ETraceConfig) -> None:
     factorization, scope = config.trace_factorization, config.recurrence_scope
     if config.trace_filter == 'kappa' and factorization != PER_PARAM:
         raise ValueError(
-            f"trace_filter='kappa' smooths one array per weight, and trace_factorization is "
-            f"{factorization!r}. Use 'per_param'."
+            f"trace_filter='kappa' requires trace_factorization='per_param', not "
+            f'{factorization!r}: a smoothed sum of outer products is not rank-1.'
         )
-    consumed = config.recursion_f if config.is_factorized else config.temporal_recursion
+    side, consumed = 'temporal_recursion', config.temporal_recursion
+    if config.is_factorized:
+        side, consumed = f'{side} of the f-side', config.recursion_f
     if config.include_recurrent_mixing and consumed != 'jacobian':
         raise ValueError(
-            f'recurrence_scope={scope!r} says what is in D, which temporal_recursion={consumed!r} '
-            "does not use. Use recurrence_scope='diagonal', or temporal_recursion='jacobian'."
-        )
-    if scope == 'sparse_n' and factorization != PER_PARAM:
-        raise ValueError(
-            f"recurrence_scope='sparse_n' keeps more states per weight, and trace_factorization is "
-            f"{factorization!r}. Use 'per_param', or recurrence_scope='coupled'."
+            f'recurrence_scope={scope!r} chooses a Jacobian D, and a trace carried by '
+            f"{consumed!r} never consumes one. It needs the {side} to be 'jacobian'; or use "
+            "recurrence_scope='diagonal'."
         )
     if factorization == 'random_projection' and scope != 'coupled':
         raise ValueError(
-            "trace_factorization='random_projection' projects all influence within a group: it "
-            f"needs recurrence_scope='coupled', not {scope!r}."
+            "trace_factorization='random_projection' requires recurrence_scope='coupled', not "
+            f'{scope!r}: it projects all influence within a group.'
+        )
+    if scope == 'sparse_n' and factorization != PER_PARAM:
+        raise ValueError(
+            "recurrence_scope='sparse_n' requires trace_factorization='per_param', not "
+            f"{factorization!r}: it keeps more states per weight. Or use 'coupled'."
         )
 
 
@@ -294,7 +303,7 @@ def _each(check: Any, name: str, value: Any) -> Any:
 def _pair(name: str, value: Sequence[Any]) -> tuple[Any, ...]:
     if len(value) != 2:
         raise ValueError(
-            f'{name} has {len(value)} values, {value!r}; give one, or a pair ({", ".join(SIDES)}).'
+            f'{name} is {value!r}; a pair has exactly two entries, ({", ".join(SIDES)}).'
         )
     return tuple(value)
 
@@ -305,9 +314,8 @@ def _fraction(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f'{name} is {value!r}; it must be a float in [0, 1).')
     if not 0 <= value < 1:
-        raise ValueError(
-            f'{name} is {value}; it must be in [0, 1). A rank r is the decay (r - 1) / (r + 1).'
-        )
+        hint = ' A rank is given to a learner, as decay_or_rank.' if name == 'decay' else ''
+        raise ValueError(f'{name} is {value}; it must be in [0, 1).{hint}')
     return float(value)
 
 

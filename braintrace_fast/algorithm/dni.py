@@ -231,7 +231,14 @@ class DNI(ParamDimVjpAlgorithm):
 
     def exit_signals(self, planes: GroupPlanes, modulator: Any) -> GroupPlanes:
         """What the synthesiser guesses from the states at the end of a chunk."""
-        guesses = lax.stop_gradient(self._attached().apply(modulator, _by_group(planes)))
+        states = _by_group(planes)
+        guesses = lax.stop_gradient(self._attached().apply(modulator, states))
+        for group, state in states.items():
+            if jnp.shape(guesses[group]) != state.shape:
+                raise ValueError(
+                    f'The synthesiser guesses cotangents of shape {jnp.shape(guesses[group])} for '
+                    f'group {group}, whose states have the shape {state.shape}.'
+                )
         return tuple(
             tuple(split_planes(guesses[group], len(own))) for group, own in enumerate(planes)
         )

@@ -6,19 +6,23 @@ import brainstate
 import jax.numpy as jnp
 
 from ..compiler import ControlFlowPolicy, ETraceGraph
+from ..errors import ArgumentError, ArgumentTypeError
 from ..runtime.engine import Engine, FactorTransform
 from ..runtime.factorized import FactorizedEngine
 from ..runtime.filtered import Filter
 from ..runtime.materialized import MaterializedEngine
 from ..runtime.memory_budget import trace_room
 from ..runtime.neighbourhoods import NeighbourhoodEngine
+from ..runtime.trace_layout import f_key, trace_key, x_key
 from .axes import ETraceConfig
-from .vjp import ETraceVjpAlgorithm
+from .base import EligibilityTrace
+from .step_hooks import HookedAlgorithm
+from .trace_views import views
 
 __all__ = ['D_RTRL', 'ES_D_RTRL', 'IODimVjpAlgorithm', 'ParamDimVjpAlgorithm', 'pp_prop']
 
 
-class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
+class ParamDimVjpAlgorithm(HookedAlgorithm):
     r"""D-RTRL: a trace of the size of the weights, per example and state.
 
     .. math::
@@ -97,13 +101,21 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
             chunks=self.differentiates_calls,
             transform=self.factor_transform(graph),
             stochastic=self.stochastic_rounding,
+            whole=self.has_hooks,
             backend=self.resolved_backend,
             room=trace_room(self.memory_budget),
         )
         if self.config.sparse_n is None:
             return MaterializedEngine(graph, **options)
-        most = self.snap_max_jacobian_elements
-        return NeighbourhoodEngine(graph, self.config.sparse_n, most, **options)
+        return NeighbourhoodEngine(graph, self.snap_max_jacobian_elements, **options)
+
+    @property
+    def etrace_bwg(self) -> dict[tuple[int, int], EligibilityTrace]:
+        """The traces as braintrace shows them, by the keys of :meth:`get_etrace_of`.
+
+        They are views of the state ``trace``, to be read and, where it holds whole planes, written.
+        """
+        return views(self, trace_key)
 
     def factor_transform(self, graph: ETraceGraph) -> FactorTransform | None:
         """What the trace is made of, if not of the graph's own factors: of those of a filter."""
@@ -111,7 +123,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         return None if kappa is None else Filter(kappa, graph.hidden_groups)
 
 
-class IODimVjpAlgorithm(ETraceVjpAlgorithm):
+class IODimVjpAlgorithm(HookedAlgorithm):
     r"""pp-prop: a trace of the size of inputs and outputs.
 
     .. math::
@@ -135,8 +147,8 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
     >>> import braintrace_fast as braintrace
     >>> cell = braintrace.nn.GRUCell(2, 4)
     >>> learner = braintrace.compile(cell, 'pp_prop', jnp.ones(2), decay_or_rank=0.9)
-    >>> learner.decay
-    (0.9, 0.9)
+    >>> learner.decay, learner.decay_x, learner.decay_f
+    (0.9, 0.9, 0.9)
     """
 
     trace_factorization = 'io_factorized'
@@ -161,19 +173,43 @@ class IODimVjpAlgorithm(ETraceVjpAlgorithm):
         self.fast_solve = fast_solve
 
     @property
-    def decay(self) -> tuple[float, float]:
-        """``(a_x, a_f)``."""
-        return self.config.decay_x, self.config.decay_f
+    def decay(self) -> float:
+        """The decay of both sides, if it is the same."""
+        if self.decay_x != self.decay_f:
+            raise AttributeError(
+                f'There is no one decay: decay_x is {self.decay_x}, and decay_f {self.decay_f}.'
+            )
+        return self.decay_x
+
+    @property
+    def decay_x(self) -> float:
+        """``a_x``, the decay of the input side."""
+        return self.config.decay_x
+
+    @property
+    def decay_f(self) -> float:
+        """``a_f``, the decay of the output side."""
+        return self.config.decay_f
+
+    @property
+    def etrace_xs(self) -> dict[int, EligibilityTrace]:
+        """The input sides as braintrace shows them, by the ``id`` of ``x_var``: views."""
+        return views(self, x_key, 0)
+
+    @property
+    def etrace_dfs(self) -> dict[tuple[int, str], EligibilityTrace]:
+        """The output sides likewise, by the ``id`` of ``y_var`` and the group."""
+        return views(self, f_key, 1)
 
     @property
     def resolved_options(self) -> dict[str, Any]:
         """The decays, which may have been given as ranks."""
-        return super().resolved_options | {'decay': self.decay}
+        return super().resolved_options | {'decay': (self.decay_x, self.decay_f)}
 
     def make_engine(self, graph: ETraceGraph) -> Engine:
         """The engine that carries the two sides of the trace."""
         chunks = self.vjp_method == 'multi-step'
-        return FactorizedEngine(graph, self.decay, chunks, self.resolved_backend)
+        return FactorizedEngine(graph, (self.decay_x, self.decay_f), chunks, self.resolved_backend)
 
 
 def _decays(given: Any) -> tuple[float, float]:
@@ -182,20 +218,22 @@ def _decays(given: Any) -> tuple[float, float]:
         raise TypeError('Give decay_or_rank=..., one number or a pair (a_x, a_f), or a config.')
     pair = given if isinstance(given, tuple) else (given,) * 2
     if len(pair) != 2:
-        raise ValueError(f'decay_or_rank is {given!r}; give one number, or a pair (a_x, a_f).')
+        raise ArgumentError(f'decay_or_rank is {given!r}; give one number, or a pair (a_x, a_f).')
     return _decay(pair[0]), _decay(pair[1])
 
 
 def _decay(value: float | int) -> float:
     """A decay, or the decay of a rank."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f'A decay must be a float in [0, 1), or an integer rank, not {value!r}.')
+        raise ArgumentTypeError(
+            f'decay_or_rank is {value!r}; it must be a rank, an int, or a decay, a float in [0, 1).'
+        )
     if isinstance(value, int):
         if value < 1:
-            raise ValueError(f'A rank must be at least 1, not {value}.')
+            raise ArgumentError(f'A rank must be at least 1, not {value}.')
         return (value - 1) / (value + 1)
     if not 0 <= value < 1:
-        raise ValueError(f'A decay must be in [0, 1), not {value}; a rank must be an integer.')
+        raise ArgumentError(f'A decay must be in [0, 1), not {value}; a rank must be an integer.')
     return value
 
 

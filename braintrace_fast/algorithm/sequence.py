@@ -283,6 +283,8 @@ def _called(
     zeros: Zeros | None = None,
 ) -> tuple[Any, Recorded | None]:
     """Call ``step_fn``, in which the learner is called once; returns what it records too."""
+    if not learner.watches_calls:
+        return step_fn(*slices), None
     watched = {**learner.param_states, **weights}
     call = StepCall(learner.hidden_states, watched, mask, records, zeros)
     before, learner.step_call = learner.step_call, call

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import Path
-from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph, Scope, warn_of_untraced
+from ..compiler import CompilationReport, ControlFlowPolicy, ETraceGraph, Scope
+from ..compiler.untraced import check_traced, warn_of_untraced
 from ..driver import (
     ChunkInside,
     Driver,
@@ -36,6 +37,7 @@ from . import checkpoint
 from .axes import ETraceConfig
 from .base import EligibilityTrace, host_scalar
 from .configured import ConfiguredAlgorithm, leak_of, scope_of
+from .trace_views import ops_of, shown
 
 __all__ = ['ETraceVjpAlgorithm']
 
@@ -78,6 +80,9 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         Which influence between states is traced, where that is to differ from :class:`Scope`.
     """
 
+    step_call: StepCall | None
+    watches_calls = True
+
     def __init__(
         self,
         model: brainstate.nn.Module,
@@ -106,7 +111,6 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         self.plan: Plan | None = None
         self.choices: list[Choice] = []
         self.vjp_method = vjp_method
-        self.step_call: StepCall | None = None
 
     @property
     def differentiates_calls(self) -> bool:
@@ -124,6 +128,11 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         ----------
         *args
             Inputs of one step, or windows.
+
+        Raises
+        ------
+        CompilationError
+            If there is no weight that could be traced.
 
         Warns
         -----
@@ -152,6 +161,7 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
 
     def _prepare(self) -> None:
         """Make all that depends on the graph."""
+        check_traced(self.graph)
         config = self.config
         mixes = config.include_recurrent_mixing and config.trace_factorization == 'per_param'
         other = config.learning_signal in ('random_feedback', 'modulatory')
@@ -237,6 +247,13 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         if self._runs_in_windows():
             sections['Windows'] = lines
         return CompilationReport(graph, sections)
+
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
+        """Print the report, or return it as text."""
+        report = self.report
+        if verbose:
+            report.show()
+        return report.to_str() if return_msg else None
 
     @property
     def own_states(self) -> list[brainstate.State]:
@@ -339,10 +356,11 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         Returns
         -------
         dict
-            By relation and group, the trace per state plane (None for planes that are not kept);
-            the filtered planes of a filter follow;
-            for ``pp_prop`` a pair of dictionaries: the input sides by relation, and the output
-            sides.
+            By op (the ``id`` of its ``y_var``) and group, the trace in braintrace's layout: arrays
+            shaped like the weights that the op takes, with examples in front and states last. A
+            state that no step reads again is not carried, and is shown as NaN. Filtered states
+            follow those of the trace. For ``pp_prop`` it is a pair of dictionaries: the input
+            sides by the ``id`` of ``x_var``, and the output sides.
 
         Raises
         ------
@@ -350,21 +368,7 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
             If the weight is not traced.
         """
         self._check_compiled()
-        path = weight
-        if isinstance(weight, brainstate.State):
-            path = self.state_id_to_path.get(id(weight), ())
-        relations = self.graph.hidden_param_op_relations
-        ops = [
-            op
-            for op, relation in enumerate(relations)
-            if any(path in way.paths for way in relation.weight_ways.values())
-        ]
-        if not ops:
-            traced = [p for p, _ in self.report.etrace_weights]
-            raise ValueError(f'There is no trace of {path}; the traced weights are {traced}.')
-        live = self.trace_is_live.value
-        trace = jax.tree.map(lambda a: jnp.where(live, a, jnp.zeros_like(a)), self.trace.value)
-        return self.engine.trace_of(trace, ops)
+        return shown(self, ops_of(self, weight))
 
     def update(self, *args: Any, modulator: Any = None, reset: Any = None) -> Any:
         """Run one step, or a chunk, of the model and of the trace.
@@ -477,11 +481,7 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
             states[path].value = value
 
     def _check_compiled(self) -> None:
-        if not self.is_compiled:
-            raise ValueError(
-                'The learner is not compiled yet. Make it with braintrace_fast.compile(model, '
-                'algorithm, *inputs), or call compile_graph(*inputs) first.'
-            )
+        super()._check_compiled()
         if self.model is not self.graph_executor.model:  # copied as a part of something else
             raise self._copy_error()
         states: Any = self.model.states()

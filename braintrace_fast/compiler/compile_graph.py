@@ -9,7 +9,6 @@ from typing import Any
 import brainstate
 
 from .._compat import Var
-from ..errors import CompilationError
 from .chained import transition_of
 from .control_flow import ControlFlowPolicy
 from .coupled import coupled_transition
@@ -23,8 +22,9 @@ from .graph import ETraceGraph
 from .hidden_group import HiddenGroup
 from .liveness import variables
 from .module_info import ModuleInfo, extract_module_info
+from .neighbours import MOST_ELEMENTS, check_size
 from .relation import HiddenParamOpRelation
-from .scope import Scope
+from .scope import Scope, requested_scope
 from .transition import Transition
 
 __all__ = ['compile_etrace_graph', 'compiler_context']
@@ -63,6 +63,9 @@ def compile_etrace_graph(
     model: brainstate.nn.Module,
     *model_args: Any,
     include_hidden_perturb: bool = True,
+    include_recurrent_mixing: bool = False,
+    sparse_n: int | None = None,
+    snap_max_jacobian_elements: int = MOST_ELEMENTS,
     control_flow: ControlFlowPolicy | None = None,
     environ_inputs: Collection[str] = CHANGING,
     couple_layers: bool = False,
@@ -80,6 +83,13 @@ def compile_etrace_graph(
         Example inputs of one step.
     include_hidden_perturb : bool
         Whether to build the perturbed steps, which single-step learning needs.
+    include_recurrent_mixing : bool
+        Whether the transition of a group keeps recurrent ops: the scope :class:`Coupled`.
+    sparse_n : int, optional
+        The order of SnAp: the scope ``Neighbourhood(n=sparse_n)``. It takes recurrent mixing.
+    snap_max_jacobian_elements : int
+        The most elements that the Jacobians of a group between neighbours may have, per position
+        the square of neighbours times states.
     control_flow : ControlFlowPolicy, optional
         What to do with control flow inside the step.
     environ_inputs : collection of str
@@ -88,7 +98,7 @@ def compile_etrace_graph(
         Whether hidden states of modules in a list that drive each other position by position form
         one group, so that their coupling is traced. The shapes of their states must be equal.
     scope : Scope, optional
-        Which influence is traced; ``Scope(couple_layers)`` by default.
+        Which influence is traced, where the arguments above do not say it.
 
     Returns
     -------
@@ -97,19 +107,25 @@ def compile_etrace_graph(
     Raises
     ------
     CompilationError
-        If the model has no hidden state, or no weight that could be traced.
+        If the model has no hidden state.
     NotSupportedError
-        If the step writes a ``ParamState``.
+        If the step writes a ``ParamState``, or Jacobians between neighbours have too many elements.
     NotImplementedError
         If a weight is inside a ``while``, an op inside control flow that cannot be opened, or the
         call comes from inside another compilation.
     """
+    if scope is None:
+        scope = requested_scope(include_recurrent_mixing, sparse_n, couple_layers)
+    elif include_recurrent_mixing or sparse_n is not None:
+        raise ValueError('Give a scope, or include_recurrent_mixing and sparse_n, but not both.')
     with compiler_context('compile_graph'), diagnostic_context() as records:
         minfo = extract_module_info(
             model, *model_args, control_flow=control_flow, environ_inputs=environ_inputs
         )
-        flow = step_flow(minfo, Scope(couple_layers) if scope is None else scope)
+        flow = step_flow(minfo, scope)
         graph = _graph_of(minfo, flow, records, couple_layers)
+        if sparse_n is not None:
+            check_size(graph.hidden_groups, snap_max_jacobian_elements)
         return _with_perturbations(graph, flow) if include_hidden_perturb else graph
 
 
@@ -117,10 +133,8 @@ def _graph_of(
     minfo: ModuleInfo, flow: Flow, records: list[CompilationRecord], couple_layers: bool
 ) -> ETraceGraph:
     """The graph of a traced model, without perturbed steps."""
-    groups, by_path = find_hidden_groups_from_minfo(minfo, flow, couple_layers)
+    groups, by_path = find_hidden_groups_from_minfo(minfo, flow=flow, couple_layers=couple_layers)
     relations = find_hidden_param_op_relations_from_minfo(minfo, by_path, flow)
-    if not relations:
-        raise CompilationError(_no_relations(records))
     make = coupled_transition if flow.scope.mixes else transition_of
     transitions = tuple(make(flow, group, relations) for group in groups)
     return ETraceGraph(
@@ -177,13 +191,3 @@ def _hoisted(
     present = set(variables(minfo.jaxpr.outvars))
     wanted = dict.fromkeys([*inputs, *tails, *ways, *moves, *rows])
     return [v for v in wanted if v not in present]
-
-
-def _no_relations(records: Sequence[CompilationRecord]) -> str:
-    reasons = [f'  - {record.message}' for record in records if record.weight_path is not None]
-    listed = '\n'.join(reasons) or '  - The step uses no ParamState at all.'
-    return (
-        'No weight of the model can be traced, so there is nothing to learn online. Pass the '
-        'weights whose influence lasts through an op of this library (matmul, element_wise, or a '
-        f'layer of braintrace_fast.nn). What was found:\n{listed}'
-    )

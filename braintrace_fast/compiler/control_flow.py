@@ -43,6 +43,7 @@ from .primitives import CUSTOM_RULES, INLINED_CALLS, is_inexact
 from .scatter import SCATTERS, scatter_in_pieces, update_in_pieces
 
 __all__ = [
+    'DEFAULT_CONTROL_FLOW_POLICY',
     'ControlFlowPolicy',
     'contains_etp_op',
     'flatten',
@@ -132,6 +133,10 @@ class ControlFlowPolicy:
             raise ValueError(
                 f'ControlFlowPolicy(fixpoint_iteration_limit={limit!r}): expected a positive int.'
             )
+
+
+DEFAULT_CONTROL_FLOW_POLICY = ControlFlowPolicy()
+"""That of a model for which none is given."""
 
 
 def _inside(eqn: JaxprEqn, test: Callable[[JaxprEqn], bool]) -> bool:

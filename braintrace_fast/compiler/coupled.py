@@ -19,10 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .._compat import Literal, Var, equation_function
+from .._compat import Literal, Var
 from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.planes import Plane, add, times
@@ -32,7 +31,7 @@ from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .flow import Flow, Slice
 from .hidden_group import HiddenGroup
 from .liveness import variables
-from .mixing import Mixer, cut_out, find_mixers, num_example_axes
+from .mixing import Mixer, cut_out, find_mixers, num_example_axes, product_matrix
 from .relation import HiddenParamOpRelation
 from .transition import Planes, Transition
 
@@ -54,8 +53,8 @@ def coupled_transition(
         )
     num_axes = num_example_axes(whole.jaxpr.eqns, group)
     mixers = find_mixers(flow, whole.jaxpr.eqns, group, num_axes)
-    if mixers is None:
-        _note_probing(flow, group, num_axes)
+    if mixers is None and not flow.scope.keeps_others:  # else its pattern says so
+        _note_probing(group, num_axes)
     no_D = tuple((False,) * len(row) for row in group.pattern)
     return CoupledTransition(
         base=transition_of(flow, group._replace(pattern=no_D), relations),
@@ -65,25 +64,18 @@ def coupled_transition(
         mixers=None if mixers is None else tuple(mixers),
         tail=whole if mixers is None else cut_out(flow, [*olds, *(m.z for m in mixers)], news),
         heads=tuple(cut_out(flow, olds, [mixer.x]) for mixer in mixers or ()),
-        aux={relation.y_var: relation.aux for relation in relations},
     )
 
 
-def _note_probing(flow: Flow, group: HiddenGroup, num_axes: int) -> None:
+def _note_probing(group: HiddenGroup, num_axes: int) -> None:
     paths = tuple(group.hidden_paths)
     positions = math.prod(group.varshape[num_axes:])
-    if flow.scope.keeps_others:
-        kind = DiagnosticKind.SNAP_PATTERN_CONSERVATIVE
-        told = 'every position counts as a neighbour of every other one'
-    else:
-        kind = DiagnosticKind.TRANSITION_PROBED
-        told = 'their Jacobian is probed'
     emit(
-        kind,
+        DiagnosticKind.TRANSITION_PROBED,
         DiagnosticLevel.WARNING,
         f'{list(paths)} reach each other by other ways than position by position through single '
-        f'products of matrices: {told}, by {positions * group.num_state} backward passes in every '
-        'step. The gradient is right, but slow.',
+        f'products of matrices: their Jacobian is probed, by {positions * group.num_state} '
+        'backward passes in every step. The gradient is right, but slow.',
         hidden_paths=paths,
     )
 
@@ -108,8 +100,6 @@ class CoupledTransition:
         From old states and the products' results to new states.
     heads : tuple of Slice
         Per product, from old states to its operand.
-    aux : mapping
-        The auxiliary operands of ops, by their output.
     """
 
     base: Transition
@@ -119,7 +109,6 @@ class CoupledTransition:
     mixers: tuple[Mixer, ...] | None
     tail: Slice
     heads: tuple[Slice, ...]
-    aux: Mapping[Var, Mapping[str, jax.Array]]
 
     @cached_property
     def variables(self) -> list[Var]:
@@ -161,32 +150,6 @@ class CoupledTransition:
             for rows in zip(D, pattern, strict=True)
         ], f
 
-    def neighbours(self) -> np.ndarray:
-        """``[r, p]``: whether ``h[r]`` may depend on ``h[p]`` of the step before."""
-        if self.mixers is None:
-            return np.ones((self.positions,) * 2, bool)
-        found = np.eye(self.positions, dtype=bool)
-        for mixer in self.mixers:
-            found |= self._links(mixer)
-        return found
-
-    def _links(self, mixer: Mixer) -> np.ndarray:
-        """What a product connects, whatever its weights: where those of ones are not zero."""
-        op = mixer.eqn.primitive
-        if not isinstance(op, ETPPrimitive) or mixer.z not in self.aux:
-            reached = (mixer.sources >= 0)[None].repeat(self.positions, 0)
-            return np.asarray(reached)
-        aux = {
-            place: self.aux[mixer.z][name]
-            for name, place in op.aux_invars(mixer.eqn.params).items()
-        }
-        with jax.ensure_compile_time_eval():
-            ones = [
-                aux.get(place, jnp.ones(v.aval.shape, v.aval.dtype))
-                for place, v in enumerate(mixer.eqn.invars)
-            ]
-            return np.asarray(self._matrix(mixer, ones)).T != 0
-
     def _composed(self, values: Values) -> Planes:
         """``D`` from ``direct``, ``a``, ``W`` and ``b``."""
         size = range(self.group.num_state)
@@ -212,7 +175,7 @@ class CoupledTransition:
                 ]
                 for s in size
             ]
-        weights = [self._matrix(mixer, _operands(mixer, values)).T for mixer in mixers]
+        weights = [self._matrix(mixer, values).T for mixer in mixers]
         eye = jnp.eye(self.positions, dtype=bool)
         flat = self._flat
         return [
@@ -277,38 +240,20 @@ class CoupledTransition:
 
     def _diagonal(self, mixer: Mixer, values: Values) -> jax.Array:
         """``W[p, p]``, to be broadcast over examples."""
-        op, operands = mixer.eqn.primitive, _operands(mixer, values)
-        diagonal = None
+        op, diagonal = mixer.eqn.primitive, None
         if isinstance(op, ETPPrimitive) and op.diagonal is not None:
-            params = dict(mixer.eqn.params)
+            params, operands = dict(mixer.eqn.params), _operands(mixer, values)
             aux = {name: operands[i] for name, i in op.aux_invars(params).items()}
             weights = {name: operands[i] for name, i in op.trainable_invars(params).items()}
             diagonal = op.diagonal(weights, mixer.sources, **params, **aux)
         if diagonal is None:
-            diagonal = jnp.diagonal(self._matrix(mixer, operands))
+            diagonal = jnp.diagonal(self._matrix(mixer, values))
         inner = self.group.varshape[self.num_axes :]
         return diagonal.reshape((*(1 for _ in range(self.num_axes)), *inner))
 
-    def _matrix(self, mixer: Mixer, operands: Sequence[Any]) -> jax.Array:
-        """``W[p, r]``: what the product does to a one at each position of an example."""
-        x, sources = mixer.x.aval, jnp.asarray(mixer.sources)
-        inner = x.shape[self.num_axes :]
-        function = equation_function(mixer.eqn)
-
-        def linear(x: jax.Array) -> jax.Array:
-            filled = list(operands)
-            filled[mixer.place] = x
-            return function(*filled)[0]
-
-        zero = jnp.zeros(x.shape, x.dtype)
-
-        def row(source: jax.Array) -> jax.Array:
-            one = (jnp.arange(math.prod(inner)) == source).reshape(inner)
-            tangent = jnp.broadcast_to(one, x.shape).astype(x.dtype)
-            _, pushed = jax.jvp(linear, [zero], [tangent])
-            return self._flat(pushed)[(0,) * self.num_axes]
-
-        return jax.vmap(row)(sources)
+    def _matrix(self, mixer: Mixer, values: Values) -> jax.Array:
+        """``W[p, r]`` of a product."""
+        return product_matrix(mixer, _operands(mixer, values), self.num_axes, self.positions)
 
     def _flat(self, plane: jax.Array) -> jax.Array:
         """A plane with its positions in one axis, behind those of examples."""

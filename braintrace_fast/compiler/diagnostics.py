@@ -13,6 +13,7 @@ __all__ = [
     'CompilationRecord',
     'DiagnosticKind',
     'DiagnosticLevel',
+    'DiagnosticReporter',
     'diagnostic_context',
     'emit',
 ]
@@ -27,7 +28,11 @@ class DiagnosticLevel(StrEnum):
 
 
 class DiagnosticKind(StrEnum):
-    """The reason for a record, for machines to match on."""
+    """The reason for a record, for machines to match on.
+
+    The last ones are braintrace's, so that code that matches on them runs. No record has them: what
+    they are about is supported here, or is reported as one of the others.
+    """
 
     RELATION_INCLUDED = 'relation_included'
     RELATION_EXCLUDED_NO_PARAMSTATE = 'relation_excluded_no_paramstate'
@@ -51,6 +56,7 @@ class DiagnosticKind(StrEnum):
     SCAN_DESCENT_SKIPPED = 'scan_descent_skipped'
     SCAN_DESCENT_NO_RELATIONS = 'scan_descent_no_relations'
     CONTROL_FLOW_OPAQUE_FWD = 'control_flow_opaque_fwd'
+    CONTROL_FLOW_RECURRENT_MIXING = 'control_flow_recurrent_mixing'
     PRIMITIVE_INSIDE_CONTROL_FLOW = 'primitive_inside_control_flow'
     PRIMITIVE_INSIDE_CUSTOM_RULE = 'primitive_inside_custom_rule'
     HIDDEN_GROUP_MERGED = 'hidden_group_merged'
@@ -58,8 +64,16 @@ class DiagnosticKind(StrEnum):
     HIDDEN_STATE_READ_ONLY = 'hidden_state_read_only'
     TRANSITION_PROBED = 'transition_probed'
     SNAP_PATTERN_CONSERVATIVE = 'snap_pattern_conservative'
+    SNAP_PATTERN_DEGENERATE = 'snap_pattern_degenerate'
     CARRIED_STATE_NOT_TRACED = 'carried_state_not_traced'
     STATE_MISMATCH = 'state_mismatch'
+
+    MULTI_OUTPUT_PRIMITIVE_DETECTED = 'multi_output_primitive_detected'
+    PRIMITIVE_INSIDE_NESTED_JIT = 'primitive_inside_nested_jit'
+    PYTREE_WEIGHT_LEAF_AMBIGUOUS = 'pytree_weight_leaf_ambiguous'
+    RELATION_EXCLUDED_SLICED_WEIGHT = 'relation_excluded_sliced_weight'
+    TRANSITION_TAIL_BOUNDED = 'transition_tail_bounded'
+    WEIGHT_IN_CONTROL_FLOW = 'weight_in_control_flow'
 
 
 @dataclass(frozen=True)
@@ -93,18 +107,26 @@ class CompilationRecord:
     context: dict[str, Any] | None = None
 
 
+class DiagnosticReporter(list[CompilationRecord]):
+    """The records of a block, in order of emission."""
+
+    def records(self) -> tuple[CompilationRecord, ...]:
+        """Those that there are by now."""
+        return tuple(self)
+
+
 class _Reporters(threading.local):
     def __init__(self) -> None:
-        self.stack: list[list[CompilationRecord]] = []
+        self.stack: list[DiagnosticReporter] = []
 
 
 _reporters = _Reporters()
 
 
 @contextmanager
-def diagnostic_context() -> Iterator[list[CompilationRecord]]:
+def diagnostic_context() -> Iterator[DiagnosticReporter]:
     """Collect the records emitted by this thread inside the block, in order of emission."""
-    records: list[CompilationRecord] = []
+    records = DiagnosticReporter()
     _reporters.stack.append(records)
     try:
         yield records

@@ -102,6 +102,7 @@ class Explainer:
             eqn,
             f"the '{key}' of {eqn.primitive} comes from no ParamState, so it is not trained. Make "
             'it a brainstate.ParamState if it should be.',
+            key=key,
         )
 
     def included(self, relation: HiddenParamOpRelation, cuts: Mapping[Var, Sequence[int]]) -> None:

@@ -14,9 +14,11 @@ from .alignment import fixpoint_limit
 from .diagnostics import DiagnosticKind, DiagnosticLevel, emit
 from .flow import Flow, Source
 from .hidden_group import HiddenGroup
+from .mixing import cut_out
 from .module_info import ModuleInfo, extract_module_info
+from .neighbours import MOST_ELEMENTS, check_size, snap_pattern
 from .primitives import is_product
-from .scope import Scope
+from .scope import Neighbourhood, Scope, requested_scope
 
 __all__ = [
     'find_hidden_groups_from_minfo',
@@ -24,6 +26,8 @@ __all__ = [
     'merge',
     'step_flow',
 ]
+
+CONTROL_FLOW = ('cond', 'scan', 'while')
 
 
 def step_flow(minfo: ModuleInfo, scope: Scope | None = None) -> Flow:
@@ -43,7 +47,13 @@ def step_flow(minfo: ModuleInfo, scope: Scope | None = None) -> Flow:
 
 
 def find_hidden_groups_from_minfo(
-    minfo: ModuleInfo, flow: Flow | None = None, couple_layers: bool = False
+    minfo: ModuleInfo,
+    include_recurrent_mixing: bool = False,
+    sparse_n: int | None = None,
+    snap_max_jacobian_elements: int = MOST_ELEMENTS,
+    *,
+    flow: Flow | None = None,
+    couple_layers: bool = False,
 ) -> tuple[list[HiddenGroup], brainstate.util.PrettyDict]:
     """Find the hidden groups of a traced model.
 
@@ -55,8 +65,10 @@ def find_hidden_groups_from_minfo(
     ----------
     minfo : ModuleInfo
         The traced model.
+    include_recurrent_mixing, sparse_n, snap_max_jacobian_elements
+        As for :func:`compile_etrace_graph`.
     flow : Flow, optional
-        ``step_flow(minfo)``, where it is at hand.
+        ``step_flow(minfo, scope)``, where it is at hand; it has the scope then.
     couple_layers : bool
         Whether states of two layers that drive each other position by position are one group.
 
@@ -66,7 +78,9 @@ def find_hidden_groups_from_minfo(
     hid_path_to_group : brainstate.util.PrettyDict
         The group of each hidden state that the step uses.
     """
-    flow = step_flow(minfo) if flow is None else flow
+    if flow is None:
+        scope = requested_scope(include_recurrent_mixing, sparse_n, couple_layers)
+        flow = step_flow(minfo, scope)
     news = list(minfo.hidden_outvar_to_invar)
     path_of = minfo.outvar_to_hidden_path
     linked = [
@@ -88,13 +102,20 @@ def find_hidden_groups_from_minfo(
                 f'{list(paths)} drive each other position by position and form one group.',
                 hidden_paths=paths,
             )
+    if sparse_n is not None:
+        check_size(groups, snap_max_jacobian_elements)
     _note_untraced_couplings(minfo, flow, groups)
     by_path = {path: group for group in groups for path in group.hidden_paths}
     return groups, brainstate.util.PrettyDict(by_path)
 
 
 def find_hidden_groups_from_module(
-    model: brainstate.nn.Module, *model_args: Any, **model_kwargs: Any
+    model: brainstate.nn.Module,
+    *model_args: Any,
+    include_recurrent_mixing: bool = False,
+    sparse_n: int | None = None,
+    snap_max_jacobian_elements: int = MOST_ELEMENTS,
+    **model_kwargs: Any,
 ) -> tuple[list[HiddenGroup], brainstate.util.PrettyDict]:
     """:func:`find_hidden_groups_from_minfo` of a model, traced by :func:`extract_module_info`.
 
@@ -107,7 +128,12 @@ def find_hidden_groups_from_module(
     >>> len(groups), list(by_path)
     (1, [('h',)])
     """
-    return find_hidden_groups_from_minfo(extract_module_info(model, *model_args, **model_kwargs))
+    return find_hidden_groups_from_minfo(
+        extract_module_info(model, *model_args, **model_kwargs),
+        include_recurrent_mixing,
+        sparse_n,
+        snap_max_jacobian_elements,
+    )
 
 
 def _drives(minfo: ModuleInfo, flow: Flow, new: Var, target: Var, couple_layers: bool) -> bool:
@@ -121,7 +147,8 @@ def _drives(minfo: ModuleInfo, flow: Flow, new: Var, target: Var, couple_layers:
 def _make_group(index: int, minfo: ModuleInfo, flow: Flow, news: list[Var]) -> HiddenGroup:
     olds = [minfo.hidden_outvar_to_invar[new] for new in news]
     paths = [minfo.outvar_to_hidden_path[new] for new in news]
-    part = flow.slice(olds, news)
+    mixes = flow.scope.mixes
+    part = cut_out(flow, olds, news) if mixes else flow.slice(olds, news)
     group = HiddenGroup(
         index=index,
         hidden_paths=paths,
@@ -130,15 +157,18 @@ def _make_group(index: int, minfo: ModuleInfo, flow: Flow, news: list[Var]) -> H
         hidden_outvars=news,
         transition_jaxpr=part.jaxpr,
         transition_jaxpr_constvars=part.constvars,
+        is_diagonal_recurrence=not mixes,
         is_position_wise=not _note_mixing(minfo, flow, olds, news),
     )
     group.check_consistent_varshape()
     pattern = _pattern(flow, olds, news, group.widths)
-    if flow.scope.mixes:
+    if mixes:
         pattern = _mixed_pattern(flow, olds, news, group.widths, pattern)
     if part.forward_only:
         _note_forward_only(minfo, flow, tuple(paths))
-    return group._replace(pattern=pattern)
+    n = flow.scope.n if isinstance(flow.scope, Neighbourhood) else None
+    snap = None if n is None else snap_pattern(minfo, flow, group, n)
+    return group._replace(pattern=pattern, snap=snap)
 
 
 def _pattern(
@@ -193,7 +223,9 @@ def _note_mixing(minfo: ModuleInfo, flow: Flow, olds: list[Var], news: list[Var]
         eqn = flow.mixer(cut)
         paths = tuple(minfo.outvar_to_hidden_path[new] for new in news)
         emit(
-            DiagnosticKind.TRANSITION_NOT_POSITION_WISE,
+            DiagnosticKind.CONTROL_FLOW_RECURRENT_MIXING
+            if eqn.primitive.name in CONTROL_FLOW
+            else DiagnosticKind.TRANSITION_NOT_POSITION_WISE,
             DiagnosticLevel.WARNING,
             f'{source_line(eqn)}: {list(paths)} reach each other through {eqn.primitive.name}, '
             'which mixes positions. That influence counts within the step, but is not traced from '

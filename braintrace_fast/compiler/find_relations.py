@@ -97,7 +97,7 @@ def find_hidden_param_op_relations_from_module(
     """
     minfo = extract_module_info(model, *model_args, **model_kwargs)
     flow = step_flow(minfo)
-    _, hid_path_to_group = find_hidden_groups_from_minfo(minfo, flow)
+    _, hid_path_to_group = find_hidden_groups_from_minfo(minfo, flow=flow)
     return find_hidden_param_op_relations_from_minfo(minfo, hid_path_to_group, flow)
 
 

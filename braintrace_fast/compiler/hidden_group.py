@@ -1,7 +1,7 @@
 """Hidden states that drive each other position by position."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
 import jax
@@ -14,6 +14,9 @@ from .._typing import Path, PyTree
 from ..errors import NotSupportedError
 from ..kernels.promotion import common_type
 from .pretty import pretty
+
+if TYPE_CHECKING:
+    from .neighbours import SnapPattern
 
 __all__ = ['HiddenGroup']
 
@@ -36,10 +39,14 @@ class HiddenGroup(NamedTuple):
     hidden_invars, hidden_outvars : list of Var
         Their variables before and after the step.
     transition_jaxpr : Jaxpr
-        The transition, with everything that mixes positions cut out: it takes the values of
-        ``transition_jaxpr_constvars``, then the old states.
+        The transition: it takes the values of ``transition_jaxpr_constvars``, then the old states.
+        Everything that mixes positions is cut out, unless the scope keeps it.
     transition_jaxpr_constvars : list of Var
         The other variables of the step that the transition reads.
+    is_diagonal_recurrence : bool
+        False if the scope keeps what mixes positions (:class:`Coupled`, :class:`Neighbourhood`).
+    snap : SnapPattern or None
+        With the scope :class:`Neighbourhood`, which positions are neighbours.
     pattern : tuple of tuple of bool
         ``pattern[s][q]`` is False where ``d h_s(t) / d h_q(t-1)`` is zero by structure.
     is_position_wise : bool
@@ -63,6 +70,8 @@ class HiddenGroup(NamedTuple):
     hidden_outvars: list[Var]
     transition_jaxpr: Jaxpr
     transition_jaxpr_constvars: list[Var]
+    is_diagonal_recurrence: bool = True
+    snap: 'SnapPattern | None' = None
     pattern: tuple[tuple[bool, ...], ...] = ()
     is_position_wise: bool = True
 
@@ -82,6 +91,11 @@ class HiddenGroup(NamedTuple):
     def num_state(self) -> int:
         """The number of state planes."""
         return sum(state.num_state for state in self.hidden_states)
+
+    @property
+    def trace_state_width(self) -> int:
+        """How many planes a trace has: one per state and neighbour."""
+        return self.num_state * (1 if self.snap is None else self.snap.num_neighbour)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -125,34 +139,66 @@ class HiddenGroup(NamedTuple):
     def diagonal_jacobian(self, hidden_vals: Sequence[jax.Array], input_vals: PyTree) -> jax.Array:
         """``[..., a, b] = d h_a(t) / d h_b(t-1)`` per position, of shape ``(*varshape, S, S)``.
 
-        The arguments are those of :meth:`transition`.
+        With the scope :class:`Neighbourhood`, ``a`` and ``b`` number states of neighbours, the
+        states of the first neighbour first. The arguments are those of :meth:`transition`.
         """
         from ..reference_api.compiler import diagonal_jacobian  # it imports this class
 
         return diagonal_jacobian(self, hidden_vals, input_vals)
 
-    def concat_hidden(self, splitted_hid_vals: Sequence[jax.Array]) -> jax.Array:
+    def full_jacobian(self, hidden_vals: Sequence[jax.Array], input_vals: PyTree) -> jax.Array:
+        """``[p, a, q, b] = d h_a[p](t) / d h_b[q](t-1)``, shape ``(*varshape, S, *varshape, S)``.
+
+        The arguments are those of :meth:`transition`.
+        """
+        from ..reference_api.compiler import full_jacobian  # it imports this class
+
+        return full_jacobian(self, hidden_vals, input_vals)
+
+    def concat_hidden(self, splitted_hid_vals: Iterable[jax.Array]) -> jax.Array:
         """Join the states along a last axis of planes.
 
         Parameters
         ----------
-        splitted_hid_vals : sequence of jax.Array
+        splitted_hid_vals : iterable of jax.Array
             One array per state; that of a ``HiddenGroupState`` has its own axis of planes.
 
         Returns
         -------
         jax.Array
             Shape ``(*varshape, num_state)``.
+
+        Raises
+        ------
+        ValueError
+            If there are more or fewer arrays than states.
         """
+        values = list(splitted_hid_vals)
+        if len(values) != len(self.hidden_states):
+            raise ValueError(
+                f'Found {len(values)} values for the {len(self.hidden_states)} states '
+                f'of hidden group {self.index}, {self.hidden_paths}: give one for each.'
+            )
         planes = [
             value if width else u.math.expand_dims(value, axis=-1)
-            for value, width in zip(splitted_hid_vals, self.widths, strict=True)
+            for value, width in zip(values, self.widths, strict=True)
         ]
         dtype = common_type(*(plane.dtype for plane in planes))
         return u.math.concatenate([plane.astype(dtype) for plane in planes], axis=-1)
 
     def split_hidden(self, concat_hid_vals: jax.Array) -> list[jax.Array]:
-        """Undo :meth:`concat_hidden`."""
+        """Undo :meth:`concat_hidden`.
+
+        Raises
+        ------
+        ValueError
+            If the last axis is not ``num_state`` long.
+        """
+        if concat_hid_vals.shape[-1] != self.num_state:
+            raise ValueError(
+                f'The last axis of an array of shape {concat_hid_vals.shape} should number the '
+                f'{self.num_state} planes of hidden group {self.index}, {self.hidden_paths}.'
+            )
         ends = np.cumsum([state.num_state for state in self.hidden_states])[:-1]
         planes = u.math.split(concat_hid_vals, ends, axis=-1)
         return [

@@ -9,9 +9,11 @@ its output must have the shape of the group, and starts with indices of its own.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._compat import JaxprEqn, Literal, Var, build_jaxpr, equation_function, struct
@@ -23,7 +25,7 @@ from .liveness import needed_equations, reached_variables, read_variables, varia
 from .positions import identity_alignment
 from .primitives import is_product
 
-__all__ = ['Mixer', 'cut_out', 'find_mixers', 'num_example_axes']
+__all__ = ['Mixer', 'cut_out', 'find_mixers', 'num_example_axes', 'product_matrix']
 
 NOWHERE = -1
 """The index of an element that comes from no position of the group."""
@@ -79,6 +81,40 @@ def cut_out(flow: Flow, sources: Sequence[Var], results: Sequence[Var]) -> Slice
 
 def _new(flow: Flow, eqn: JaxprEqn, sources: Sequence[Var]) -> list[Var]:
     return [v for v in flow.differentiated(eqn) if v not in sources]
+
+
+def product_matrix(
+    mixer: Mixer, operands: Sequence[Any], num_axes: int, positions: int
+) -> jax.Array:
+    """``W[p, r]``: what a product does to a one at each position of an example.
+
+    Parameters
+    ----------
+    mixer : Mixer
+        The product.
+    operands : sequence
+        Its operands; that of the states is not read.
+    num_axes, positions : int
+        How many axes number examples, and how many positions an example has.
+    """
+    x, sources = mixer.x.aval, jnp.asarray(mixer.sources)
+    inner = x.shape[num_axes:]
+    function = equation_function(mixer.eqn)
+
+    def linear(x: jax.Array) -> jax.Array:
+        filled = list(operands)
+        filled[mixer.place] = x
+        return function(*filled)[0]
+
+    zero = jnp.zeros(x.shape, x.dtype)
+
+    def row(source: jax.Array) -> jax.Array:
+        one = (jnp.arange(prod(inner)) == source).reshape(inner)
+        tangent = jnp.broadcast_to(one, x.shape).astype(x.dtype)
+        _, pushed = jax.jvp(linear, [zero], [tangent])
+        return pushed.reshape(*pushed.shape[:num_axes], positions)[(0,) * num_axes]
+
+    return jax.vmap(row)(sources)
 
 
 def num_example_axes(eqns: Sequence[JaxprEqn], group: HiddenGroup) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._compat import ClosedJaxpr, Jaxpr, Literal, Var, build_closed_jaxpr, open_jaxpr
 from .._typing import Path, PyTree
-from .control_flow import ControlFlowPolicy, flatten_step
+from .control_flow import DEFAULT_CONTROL_FLOW_POLICY, ControlFlowPolicy, flatten_step
 from .environment import CHANGING, Environment, EnvironmentValues
 from .own_variables import check_same_types, give_own_variables, note_old_values
 from .pretty import pretty
@@ -88,7 +88,7 @@ class ModuleInfo(NamedTuple):
     invar_to_weight_path: dict[Var, Path]
     num_var_out: int
     num_var_state: int
-    control_flow: ControlFlowPolicy = ControlFlowPolicy()
+    control_flow: ControlFlowPolicy = DEFAULT_CONTROL_FLOW_POLICY
     in_tree: Any = None
     out_tree: Any = None
     environment: Environment = Environment()
@@ -259,7 +259,7 @@ def extract_module_info(
     NotSupportedError
         If the step writes a ``ParamState``, or a hidden state is complex.
     """
-    policy = ControlFlowPolicy() if control_flow is None else control_flow
+    policy = DEFAULT_CONTROL_FLOW_POLICY if control_flow is None else control_flow
     traced = trace_step(model, model_args, model_kwargs, environ_inputs)
     closed, substeps = flatten_step(traced.closed_jaxpr, policy)
     jaxpr = open_jaxpr(closed)[0]

@@ -99,6 +99,11 @@ class HiddenParamOpRelation(NamedTuple):
         return self.y_var
 
     @property
+    def control_flow_context(self) -> int | None:
+        """The number of substeps, if the op is inside a scan that is not unrolled."""
+        return self.substeps or None
+
+    @property
     def path(self) -> Path:
         """The path of the weight."""
         return next(iter(self.trainable_paths.values()))

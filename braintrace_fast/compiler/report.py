@@ -53,9 +53,9 @@ class CompilationReport:
         return self._graph
 
     @property
-    def hidden_groups(self) -> list[HiddenGroup]:
-        """The groups."""
-        return list(self._graph.hidden_groups)
+    def hidden_groups(self) -> list[tuple[int, list[Path]]]:
+        """The groups, each as its index and the paths of its states."""
+        return [(group.index, list(group.hidden_paths)) for group in self._graph.hidden_groups]
 
     @property
     def etrace_weights(self) -> list[tuple[Path, list[int]]]:
@@ -113,7 +113,7 @@ class CompilationReport:
         if level not in (1, 2):
             raise ValueError(f'A report has levels 1 and 2, not {level!r}.')
         sections = [
-            ('Hidden groups', [_describe_group(group) for group in self.hidden_groups]),
+            ('Hidden groups', [_describe_group(group) for group in self._graph.hidden_groups]),
             ('Carried states', [str(path) for path in self.dynamic_states]),
             ('Traced weights', self._describe_traced()),
             (

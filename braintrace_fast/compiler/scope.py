@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .._typing import Path
+from ..errors import NotSupportedError
 from ..op import ETPPrimitive
 
-__all__ = ['Coupled', 'Neighbourhood', 'Scope']
+__all__ = ['Coupled', 'Neighbourhood', 'Scope', 'requested_scope']
 
 
 @dataclass(frozen=True)
@@ -129,3 +130,36 @@ class Neighbourhood(Coupled):
             raise TypeError(f'n is {self.n!r}; a neighbourhood needs an integer of at least 1.')
         if self.n < 1:
             raise ValueError(f'n is {self.n}; a neighbourhood needs an integer of at least 1.')
+
+
+def requested_scope(
+    include_recurrent_mixing: bool, sparse_n: int | None, couple_layers: bool = False
+) -> Scope:
+    """The scope that braintrace's arguments ask for.
+
+    Parameters
+    ----------
+    include_recurrent_mixing : bool
+        Whether it is at least :class:`Coupled`.
+    sparse_n : int, optional
+        The order of a :class:`Neighbourhood`.
+    couple_layers : bool
+        As for :class:`Scope`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``sparse_n`` is no integer, or less than 1.
+    NotSupportedError
+        If there is one, but no recurrent mixing.
+    """
+    if sparse_n is None:
+        return Coupled(couple_layers) if include_recurrent_mixing else Scope(couple_layers)
+    scope = Neighbourhood(couple_layers, sparse_n)
+    if not include_recurrent_mixing:
+        raise NotSupportedError(
+            f'sparse_n={sparse_n} without recurrent mixing would leave every position alone in its '
+            'neighbourhood (K=1), since positions reach each other through recurrent ops only. '
+            'Pass include_recurrent_mixing=True as well, or no sparse_n.'
+        )
+    return scope

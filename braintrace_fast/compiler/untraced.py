@@ -1,4 +1,4 @@
-"""The one warning of a compilation: weights that could be traced, and are not, or only in part."""
+"""The one warning of a compilation, and its refusal: weights that could be traced, and are not."""
 
 import sys
 import warnings
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path as FilePath
 
 from .._typing import Path
-from ..errors import UntracedWarning
+from ..errors import CompilationError, UntracedWarning
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .graph import ETraceGraph
 
-__all__ = ['untraced_message', 'warn_of_untraced']
+__all__ = ['check_traced', 'untraced_message', 'warn_of_untraced']
 
 _PACKAGE = str(FilePath(__file__).parents[1])
 _SHOWN = 3
@@ -21,9 +21,29 @@ _IN_PART = frozenset(
         DiagnosticKind.TRANSITION_NOT_POSITION_WISE,
         DiagnosticKind.HIDDEN_COUPLING_NOT_TRACED,
         DiagnosticKind.CONTROL_FLOW_OPAQUE_FWD,
+        DiagnosticKind.CONTROL_FLOW_RECURRENT_MIXING,
     ]
 )
 """Kinds that concern weights of which only a part of the influence is traced."""
+
+
+def check_traced(graph: ETraceGraph) -> None:
+    """Refuse a model of which no weight is traced.
+
+    Raises
+    ------
+    CompilationError
+        If there is none; it says why.
+    """
+    if graph.hidden_param_op_relations:
+        return
+    reasons = [f'  - {record.message}' for record in graph.diagnostics if record.weight_path]
+    listed = '\n'.join(reasons) or '  - The step uses no ParamState at all.'
+    raise CompilationError(
+        'No weight of the model can be traced, so there is nothing to learn online. Pass the '
+        'weights whose influence lasts through an op of this library (matmul, element_wise, or a '
+        f'layer of braintrace_fast.nn). What was found:\n{listed}'
+    )
 
 
 def warn_of_untraced(graph: ETraceGraph) -> None:

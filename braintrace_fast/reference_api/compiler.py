@@ -1,18 +1,21 @@
 """The compiler's part of the reference API: perturbed hidden states, Jacobians, helpers."""
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 import saiunit as u
 from jax import lax
 
 from .._compat import ClosedJaxpr, JaxprEqn, Var, build_closed_jaxpr, new_var, open_jaxpr, rewire
 from .._typing import Path, PyTree
+from ..compiler.diagnostics import diagnostic_context
 from ..compiler.equations import single_equation
-from ..compiler.find_groups import merge
+from ..compiler.find_groups import find_hidden_groups_from_minfo, merge
 from ..compiler.graph import ETraceGraph
 from ..compiler.hidden_group import HiddenGroup
 from ..compiler.module_info import ModuleInfo, StepOutputs, extract_module_info
@@ -26,6 +29,7 @@ __all__ = [
     'add_hidden_perturbation_in_module',
     'call_hidden_perturb',
     'diagonal_jacobian',
+    'full_jacobian',
     'group_merging',
     'jacrev_last_dim',
     'order_hidden_group_index',
@@ -110,12 +114,19 @@ class HiddenPerturbation(NamedTuple):
         Raises
         ------
         ValueError
-            If there are more or fewer values than perturbations.
+            If there are more or fewer values than perturbations, or a state of a group has none.
         """
+        paths = list(self.perturb_hidden_paths)
         if len(perturb_data) != len(self.perturb_vars):
             raise ValueError(
-                f'Found {len(perturb_data)} perturbation values, expected '
-                f'{len(self.perturb_vars)}: one for each of {list(self.perturb_hidden_paths)}.'
+                f'The perturb data has {len(perturb_data)} values, expected '
+                f'{len(self.perturb_vars)}: one for each of {paths}.'
+            )
+        missing = [p for group in hidden_groups for p in group.hidden_paths if p not in paths]
+        if missing:
+            raise ValueError(
+                f'There is no perturbation of {missing}, only of {paths}. Give the groups of the '
+                'model that the perturbation was made for.'
             )
         by_path = dict(zip(self.perturb_hidden_paths, perturb_data, strict=True))
         return [
@@ -142,7 +153,15 @@ def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     Returns
     -------
     HiddenPerturbation
+
+    Raises
+    ------
+    NotImplementedError
+        If a state passes through a ``while`` that the policy forbids.
     """
+    if minfo.control_flow.while_hidden == 'error':
+        with diagnostic_context():
+            find_hidden_groups_from_minfo(minfo)  # which refuses such a loop
     jaxpr, consts = open_jaxpr(minfo.closed_jaxpr)
     perturbs = {new: new_var(new.aval) for new in minfo.hidden_outvar_to_invar}
     eqns: list[JaxprEqn] = []
@@ -213,14 +232,43 @@ def diagonal_jacobian(
     group: HiddenGroup, hidden_vals: Sequence[jax.Array], input_vals: PyTree
 ) -> jax.Array:
     """The body of :meth:`HiddenGroup.diagonal_jacobian`."""
+    if not group.is_diagonal_recurrence:
+        return _blocks(group, full_jacobian(group, hidden_vals, input_vals))
     if is_forward_only(group.transition_jaxpr):
         return _forward_jacobian(group, hidden_vals, input_vals)
     return jacrev_last_dim(
-        lambda planes: group.concat_hidden(
-            group.transition(_split_like(group, hidden_vals, planes), input_vals)
-        ),
-        group.concat_hidden(hidden_vals),
+        _joined_transition(group, hidden_vals, input_vals), group.concat_hidden(hidden_vals)
     )
+
+
+def full_jacobian(
+    group: HiddenGroup, hidden_vals: Sequence[jax.Array], input_vals: PyTree
+) -> jax.Array:
+    """The body of :meth:`HiddenGroup.full_jacobian`."""
+    jacobian = jax.jacfwd if is_forward_only(group.transition_jaxpr) else jax.jacrev
+    function = _joined_transition(group, hidden_vals, input_vals)
+    return jacobian(function)(group.concat_hidden(hidden_vals))
+
+
+def _joined_transition(
+    group: HiddenGroup, hidden_vals: Sequence[jax.Array], input_vals: PyTree
+) -> Callable[[jax.Array], jax.Array]:
+    """The transition as a function of one array, as :meth:`HiddenGroup.concat_hidden` makes it."""
+    return lambda planes: group.concat_hidden(
+        group.transition(_split_like(group, hidden_vals, planes), input_vals)
+    )
+
+
+def _blocks(group: HiddenGroup, full: jax.Array) -> jax.Array:
+    """Of a Jacobian of all positions by all others, per position that between its neighbours."""
+    size, width = math.prod(group.varshape), group.trace_state_width
+    own = np.arange(size)[:, None]
+    at = own if group.snap is None else group.snap.neighbours
+    kept = np.ones_like(own, bool) if group.snap is None else group.snap.valid
+    flat = full.reshape(size, group.num_state, size, group.num_state)
+    pairs = flat[at[:, :, None], :, at[:, None, :], :]  # position, neighbour, neighbour, a, b
+    pairs = jnp.where((kept[:, :, None] & kept[:, None, :])[..., None, None], pairs, 0)
+    return pairs.swapaxes(2, 3).reshape(*group.varshape, width, width)
 
 
 def _forward_jacobian(

@@ -16,6 +16,7 @@ from jax.tree_util import register_pytree_node_class
 from .._compat import Jaxpr, open_jaxpr
 from .._typing import PyTree
 from ..compiler import CompilationReport, ControlFlowPolicy, HiddenGroup, Scope
+from ..errors import ArgumentError
 from ..kernels.planes import Plane
 from ..runtime.executor import ETraceGraphExecutor
 from ..runtime.factors import Factors, Values
@@ -100,7 +101,9 @@ class ETraceVjpGraphExecutor(ETraceGraphExecutor):
     ) -> None:
         super().__init__(model, control_flow, backend, couple_layers, scope, leak)
         if vjp_method not in ('single-step', 'multi-step'):
-            raise ValueError(f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'.")
+            raise ArgumentError(
+                f"vjp_method is {vjp_method!r}; choose 'single-step' or 'multi-step'."
+            )
         self.vjp_method = vjp_method
 
     @property

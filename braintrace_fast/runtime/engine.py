@@ -1,6 +1,6 @@
 """What the driver asks of an engine: how a trace advances, and what gradient is read off it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -99,7 +99,7 @@ class Engine(Protocol):
         ``overwrite`` says whether nobody else wants the trace at the entry.
         """
 
-    def trace_of(self, trace: Trace, ops: list[int]) -> PyTree:
+    def trace_of(self, entry: Entry, params: Values, ops: Collection[int]) -> PyTree:
         """The part of a trace that belongs to some ops, for people to look at."""
 
 

@@ -16,7 +16,7 @@ from ..compiler import (
 )
 from ..compiler.environment import CHANGING
 from ..config import check_backend, resolve_backend
-from ..errors import NotSupportedError
+from ..errors import NotCompiledError, NotSupportedError
 from ..kernels.dispatch import Backend
 from .factors import StepRunner, Values
 from .input_data import single_step
@@ -72,12 +72,15 @@ class ETraceGraphExecutor:
         self._example: tuple[Any, ...] = ()
         self._environ_inputs = set(CHANGING)
         self._runner: StepRunner | None = None
+        self._kinds: tuple[Any, dict[type, brainstate.util.FlattedDict]] = (None, {})
 
     @property
     def graph(self) -> ETraceGraph:
         """The compiled graph."""
         if self._graph is None:
-            raise ValueError('The graph is not compiled yet; call compile_graph(*inputs) first.')
+            raise NotCompiledError(
+                'The graph is not compiled yet; call compile_graph(*inputs) first.'
+            )
         return self._graph
 
     @property
@@ -91,6 +94,17 @@ class ETraceGraphExecutor:
     def states(self) -> brainstate.util.FlattedDict:
         """The states of the model that the step uses, by path."""
         return _used_states(self.graph)
+
+    def states_of(self, kind: type) -> brainstate.util.FlattedDict:
+        """Those of a kind: ParamState, HiddenState, or State for all others."""
+        if self._kinds[0] is not self.graph:
+            kinds = (brainstate.ParamState, brainstate.HiddenState, brainstate.State)
+            found: dict[type, dict[Path, Any]] = {kind: {} for kind in kinds}
+            for path, state in self.states.items():
+                found[next(kind for kind in kinds if isinstance(state, kind))][path] = state
+            split = {kind: brainstate.util.FlattedDict(states) for kind, states in found.items()}
+            self._kinds = (self.graph, split)
+        return self._kinds[1][kind]
 
     @property
     def first_states(self) -> brainstate.util.FlattedDict:
@@ -181,17 +195,12 @@ class ETraceGraphExecutor:
 
     def values(self) -> tuple[Values, Values, Values]:
         """The present values of parameters, hidden states and other states, by path."""
-        params: Values = {}
-        hidden: Values = {}
-        others: Values = {}
-        for path, state in self.states.items():
-            if isinstance(state, brainstate.ParamState):
-                params[path] = state.value
-            elif isinstance(state, brainstate.HiddenState):
-                hidden[path] = state.value
-            else:
-                others[path] = state.value
-        return params, hidden, others
+
+        def values(kind: type) -> Values:
+            return {path: state.value for path, state in self.states_of(kind).items()}
+
+        hidden = values(brainstate.HiddenState)
+        return values(brainstate.ParamState), hidden, values(brainstate.State)
 
 
 def _shape_if_traced(a: Any) -> Any:

@@ -19,7 +19,7 @@ states after the last of them, ``f_t[l]`` being the derivatives of those,
     fhat_t[s] = a_f^n D_t[s,q] fhat_{t-1}[q] + (1 - a_f) sum_l a_f^(n-1-l) f_t[s][l]
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,14 @@ from ..compiler import ETraceGraph, HiddenParamOpRelation
 from ..errors import NotSupportedError
 from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.factored_trace import factored_trace, smooth
-from ..kernels.planes import Plane, add, times
+from ..kernels.planes import Plane, add, if_live, times
 from .adjoint import in_one_axis
 from .engine import Steps
-from .factors import Entry, GroupPlanes, sum_leading, sum_middle
+from .factors import Entry, GroupPlanes, Values, sum_leading, sum_middle
 from .gradient import GradientSum
 from .links import Link, group_plane, links_of, links_to, x_shape
 from .op_rules import varying_weights, weight_shapes
+from .trace_layout import f_key, on_states, stored, x_key
 from .trace_planes import direct_ops
 
 __all__ = ['FactorizedEngine']
@@ -347,20 +348,32 @@ class FactorizedEngine:
         scales = jnp.asarray(self.decay_x ** np.arange(len(x) - 1, -1, -1), start.dtype)
         return self.decay_x ** len(x) * start + _total_x(relation, x, scales)
 
-    def trace_of(self, trace: Trace, ops: list[int]) -> tuple[dict, dict]:
-        """The input sides by op, and the output sides by op and group."""
+    def trace_of(self, entry: Entry, params: Values, ops: Collection[int]) -> tuple[dict, dict]:
+        """The input sides and the output sides of some ops, in braintrace's layout."""
+        xs, fs = if_live(entry.live, entry.trace)
+        links = [link for link in self.links if link.op in ops]
+        inputs = {key: xs[link.op] for link in links if (key := x_key(link)) is not None}
+        return inputs, {f_key(link): on_states(fs[link.index]) for link in links}
+
+    def with_trace_of(self, trace: Trace, key: Any, value: Any) -> Trace:
+        """A trace of which one part is what :meth:`trace_of` would show so."""
         xs, fs = trace
-        return {op: xs[op] for op in ops}, {
-            (link.op, link.group.index): planes
+        x_keys = {link.op: x_key(link) for link in self.links}
+        return tuple(
+            e if e is None or x_keys[op] != key else stored(e, value) for op, e in enumerate(xs)
+        ), tuple(
+            tuple(stored(e, value[..., s]) for s, e in enumerate(planes))
+            if f_key(link) == key
+            else planes
             for link, planes in zip(self.links, fs, strict=True)
-            if link.op in ops
-        }
+        )
 
     def bias(self, step: jax.Array, dtype: Any, substeps: int = 0) -> jax.Array:
         """The correction for the steps that the smoothing has not yet seen."""
         if substeps:
             step = (step + 1) * substeps - 1
-        correction = jnp.maximum(1 - self.decay_f ** (step.astype(float) + 1.0), 1e-8)
+        elapsed = jnp.asarray(step).astype(float)
+        correction = jnp.maximum(1 - self.decay_f ** (elapsed + 1.0), 1e-8)
         return jnp.where(step < 1000, correction, 1.0).astype(dtype)
 
 

@@ -9,7 +9,7 @@ the same for all outputs of an op, and is kept once. Kernels take whole planes. 
 plane as a filtered input instead (:mod:`.input_planes`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,13 +22,13 @@ from ..kernels.dispatch import PLAIN, Backend
 from ..kernels.planes import Plane, add, if_live, read_trace, times
 from ..kernels.trace_carry import trace_carry
 from ..kernels.trace_step import trace_step
-from . import input_planes
+from . import input_planes, trace_layout
 from .adjoint import Adjoint, adjoint_of, in_one_axis
 from .engine import FactorTransform, Steps
-from .factors import Entry, Factors, GroupPlanes, Signals
+from .factors import Entry, Factors, GroupPlanes, Signals, Values
 from .gradient import GradientSum, slopes_of
 from .links import Link, group_plane, links_of, x_shape
-from .op_rules import bound_rules, lacking_rules, operand, plane_views, varying_weights
+from .op_rules import bound_rules, lacking_rules, operand, plane_views, varying_weights, weights_of
 from .trace_planes import direct_ops, trace_planes
 from .trace_room import too_large
 
@@ -57,6 +57,9 @@ class MaterializedEngine:
         What to run kernels with.
     room : int, optional
         The most bytes that the trace may take. A larger one is neither made nor carried.
+    whole : bool
+        Whether every plane is kept as it is defined, because something else may change it, and
+        gradients are read off what it made of it.
     """
 
     is_small = False
@@ -70,6 +73,7 @@ class MaterializedEngine:
         stochastic: bool = False,
         backend: Backend = PLAIN,
         room: int | None = None,
+        whole: bool = False,
     ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
@@ -82,9 +86,10 @@ class MaterializedEngine:
         self.reads_entry = chunks
         copies = 1 if transform is None else transform.copies
         # Kernels take planes of one shape, and every element draws its own random bits.
-        self.compresses = backend.name == 'jax' and not stochastic
+        by_input = not (stochastic or whole)
+        self.compresses = backend.name == 'jax' and by_input
         self.planes = [
-            trace_planes(graph, link, chunks, copies, not stochastic) for link in self.links
+            trace_planes(graph, link, chunks or whole, copies, by_input) for link in self.links
         ]
         self.too_large = too_large(self.relations, self.links, self.trace_shape(), room)
         if self.too_large is not None:
@@ -213,17 +218,47 @@ class MaterializedEngine:
         _add_products(total, factors, adjoint)
         return tuple(adjoint.nu.get(group.index, ()) for group in self.graph.hidden_groups)
 
-    def trace_of(self, trace: Trace, ops: list[int]) -> dict[tuple[int, int], Any]:
-        """The traces of some ops, by op and group, with all outputs; filtered planes come last."""
-        whole = jax.tree.map(_with_outputs, trace, self._trace_shape(False))
+    def trace_of(
+        self, entry: Entry, params: Values, ops: Collection[int]
+    ) -> dict[tuple[int, int], Any]:
+        """The traces of some ops in braintrace's layout; filtered planes come last."""
+        self._check_carry()
+        whole = jax.tree.map(_with_outputs, entry.trace, self._trace_shape(False))
         return {
-            (link.op, link.group.index): tuple(
-                input_planes.expanded(link, bound_rules(link.relation), e) if is_input and e else e
-                for e, is_input in zip(planes, self.planes[link.index].inputs, strict=True)
+            trace_layout.trace_key(link): trace_layout.on_states(
+                [
+                    self._shown(link, s, if_live(entry.live, e), entry.live, params)
+                    for s, e in enumerate(planes)
+                ]
             )
             for link, planes in zip(self.links, whole, strict=True)
             if link.op in ops
         }
+
+    def with_trace_of(self, trace: Trace, key: tuple[int, int], value: Any) -> Trace:
+        """A trace of which one part is what :meth:`trace_of` would show so."""
+        return tuple(
+            tuple(
+                e and trace_layout.stored(e, {k: a[..., s] for k, a in value.items()})
+                for s, e in enumerate(planes)
+            )
+            if trace_layout.trace_key(link) == key
+            else planes
+            for link, planes in zip(self.links, trace, strict=True)
+        )
+
+    def _shown(self, link: Link, s: int, e: Any, live: Any, params: Values) -> Any:
+        """A plane of a link's trace in braintrace's layout, but for the axis of states."""
+        rules, planes = bound_rules(link.relation), self.planes[link.index]
+        shapes = self._plane_shape(link, compressed=False, is_input=False)
+        if e is None:
+            e = trace_layout.unseen(shapes, planes.alive[s], live)
+        elif planes.inputs[s]:
+            e = input_planes.expanded(link, rules, e)
+        e = {key: a.astype(shapes[key].dtype) for key, a in e.items()}
+        if rules.weight_view is None:
+            return e
+        return trace_layout.without_view(rules.weight_view, weights_of(link.relation, params), e)
 
     def _adjoint(
         self,

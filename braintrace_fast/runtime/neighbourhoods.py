@@ -15,7 +15,6 @@ trace there is one cotangent for all of them: reverse mode within the group.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from jax import lax
 
 from ..compiler import ETraceGraph, HiddenGroup
 from ..compiler.coupled import CoupledTransition
+from ..compiler.neighbours import SnapPattern
 from ..errors import NotSupportedError
 from ..kernels.planes import Plane, add, times, walk
 from .engine import FactorTransform, Steps
@@ -49,40 +49,28 @@ class Neighbourhood:
         The group.
     transition : CoupledTransition
         Its transition, of all positions by all others.
-    n : int
-        How many steps a neighbourhood reaches, itself included.
+    pattern : SnapPattern
+        Which positions are neighbours.
     """
 
     group: HiddenGroup
     transition: CoupledTransition
-    n: int
+    pattern: SnapPattern
 
-    @cached_property
-    def links(self) -> np.ndarray:
-        """``[r, p]``: whether a position may depend on another one of the step before."""
-        return self.transition.neighbours()
-
-    @cached_property
+    @property
     def members(self) -> np.ndarray:
         """``[p, k]``: the positions in the neighbourhood of ``p``, itself first; -1 for none."""
-        reached = np.eye(len(self.links), dtype=bool)
-        for _ in range(min(self.n - 1, len(self.links))):
-            reached = self.links @ reached
-        rows = [
-            [p, *np.flatnonzero(own & (np.arange(len(own)) != p))]
-            for p, own in enumerate(reached.T)
-        ]
-        return np.array([row + [-1] * (max(map(len, rows)) - len(row)) for row in rows])
+        return self.pattern.members
 
     @property
     def size(self) -> int:
         """How many members the largest has."""
-        return self.members.shape[1]
+        return self.pattern.num_neighbour
 
     @property
     def is_whole(self) -> bool:
         """Whether all positions are in all neighbourhoods."""
-        return self.size == len(self.links) and bool((self.members >= 0).all())
+        return self.pattern.is_saturated
 
     def gathered(self, plane: Plane, k: int) -> Plane:
         """A plane at the ``k``-th neighbour of each position, or zero."""
@@ -100,7 +88,7 @@ class Neighbourhood:
             return None
         to, start = self.members[:, k], self.members[:, other]
         exists = (to >= 0) & (start >= 0)
-        if not (exists & self.links[to, start]).any():
+        if not (exists & self.pattern.links[to, start]).any():
             return None
         num, inner = len(to), self.group.varshape[self.transition.num_axes :]
         whole = jnp.broadcast_to(matrix, (*matrix.shape[:-2], num, num))
@@ -115,18 +103,16 @@ class Neighbourhoods:
     Parameters
     ----------
     graph : ETraceGraph
-        A model that was compiled with the scope ``Neighbourhood(n=n)``.
-    n : int
-        How many steps a neighbourhood reaches, itself included.
+        A model that was compiled with a scope ``Neighbourhood``.
     """
 
-    def __init__(self, graph: ETraceGraph, n: int) -> None:
+    def __init__(self, graph: ETraceGraph) -> None:
         links = links_of(graph)
         self.groups: list[Neighbourhood | None] = []
         for group, transition in zip(graph.hidden_groups, graph.transitions, strict=True):
-            if not isinstance(transition, CoupledTransition) or not transition.keeps_others:
+            if not isinstance(transition, CoupledTransition) or group.snap is None:
                 raise ValueError('The model was not compiled with the scope Neighbourhood.')
-            own = Neighbourhood(group, transition, n)
+            own = Neighbourhood(group, transition, group.snap)
             self.groups.append(own if links_to(links, group) else None)
         self.copies = max(own.size for own in self.learned)
 
@@ -194,8 +180,6 @@ class NeighbourhoodEngine(MaterializedEngine):
     ----------
     graph : ETraceGraph
         The compiled model.
-    n : int
-        How many steps a neighbourhood reaches, itself included.
     most_elements : int
         How many elements the Jacobians of a step may have.
     transform : FactorTransform, optional
@@ -207,12 +191,11 @@ class NeighbourhoodEngine(MaterializedEngine):
     def __init__(
         self,
         graph: ETraceGraph,
-        n: int,
         most_elements: int,
         transform: FactorTransform | None = None,
         **options: Any,
     ) -> None:
-        self.neighbourhoods = Neighbourhoods(graph, n)
+        self.neighbourhoods = Neighbourhoods(graph)
         whole = all(own.is_whole for own in self.neighbourhoods.learned)
         self.is_whole = whole and transform is None
         self.too_many = self._check_size(most_elements)

@@ -23,6 +23,7 @@ __all__ = [
     'plane_views',
     'varying_weights',
     'weight_shapes',
+    'weights_of',
 ]
 
 
@@ -38,7 +39,7 @@ def bound_rules(
     them, a new trace has the right shape and no meaning.
     """
     rules, params = relation.primitive.trace_rules, relation.rule_params
-    with_weights = {'weights': _weights(relation, values)} if rules.takes_weights else {}
+    with_weights = {'weights': weights_of(relation, values)} if rules.takes_weights else {}
     if slopes and rules.weight_view is not None:
         slopes = rules.weight_view(dict(slopes), **params)
 
@@ -69,7 +70,7 @@ def weight_shapes(relation: HiddenParamOpRelation) -> dict[str, jax.ShapeDtypeSt
     return {key: jax.ShapeDtypeStruct(way.shape, way.dtype) for key, way in ways.items()}
 
 
-def _weights(relation: HiddenParamOpRelation, values: Values | None) -> dict[str, jax.Array]:
+def weights_of(relation: HiddenParamOpRelation, values: Values | None) -> dict[str, jax.Array]:
     """An op's trainable inputs by name; zeros if the parameters' values are not given."""
     if values is None:
         return jax.tree.map(jnp.zeros_like, weight_shapes(relation))

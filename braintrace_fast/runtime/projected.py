@@ -10,7 +10,7 @@ never built: both products are pull-backs of the step, ``d`` of a transposed one
 surrogate spikes have no forward mode.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +23,10 @@ from ..compiler import ETraceGraph, HiddenGroup
 from ..compiler.liveness import needed_equations
 from ..compiler.primitives import is_inexact
 from ..errors import NotSupportedError
-from ..kernels.planes import Plane, add, times
+from ..kernels.planes import Plane, add, if_live, times
 from ..kernels.promotion import common_type, promoted
 from .engine import Steps
-from .factors import Entry, GroupPlanes, StepRunner, join_planes, kept, split_planes
+from .factors import Entry, GroupPlanes, StepRunner, Values, join_planes, kept, split_planes
 from .gradient import GradientSum
 from .links import Link, group_plane, links_of, links_to
 
@@ -195,9 +195,10 @@ class ProjectedEngine:
         raise NotSupportedError(f'{self.refuses_windows()}, so that there are no windows.')
 
     def trace_of(
-        self, trace: ProjectedTrace, ops: list[int]
+        self, entry: Entry, params: Values, ops: Collection[int]
     ) -> dict[tuple[int, Path], tuple[jax.Array, ...]]:
         """By group and parameter, the side of the parameters, as leaves."""
+        trace: ProjectedTrace = if_live(entry.live, entry.trace)
         return {
             (move.group.index, path): leaves
             for move, theta in zip(self.moves, trace.theta, strict=True)

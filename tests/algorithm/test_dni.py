@@ -1,5 +1,6 @@
 """DNI: what comes after a chunk reaches weights that are not traced, by a guess."""
 
+import re
 import warnings
 
 import brainstate
@@ -185,6 +186,17 @@ def test_there_is_no_call_without_a_synthesiser_nor_with_one_of_another_shape():
     for chunk in (0, 4):
         with pytest.raises(ValueError, match='chunk_size'):
             btf.train_synthetic_gradient(learner, sequence()[1], chunk_size=chunk)
+
+
+@pytest.mark.parametrize('shape', [(2, 4, 2), (2, 3, 3)])
+def test_guesses_of_another_shape_are_refused(shape):
+    class Wrong(btf.SyntheticGradient):
+        def apply(self, param_values, group_hiddens):
+            return {0: jnp.ones(shape)}
+
+    learner = learner_of(btf.DNI, synthesizer=Wrong({0: (2, 3, 2)}))
+    with pytest.raises(ValueError, match=re.escape(f'shape {shape}') + r'(.|\n)*\(2, 3, 2\)'):
+        gradient(learner, 2)
 
 
 @pytest.mark.parametrize('chunk', [1, 3])

@@ -403,9 +403,9 @@ def test_the_trace_of_a_weight_can_be_looked_at():
     for x, f in zip(XS, slopes, strict=True):
         trace = 0.8 * trace + x[:, :, None] * f[:, None, :]
     for weight in (('W',), learner.model.W):
-        ((key, (plane,)),) = learner.get_etrace_of(weight).items()
-        assert key == (0, 0)
-        np.testing.assert_allclose(plane['weight'], trace, rtol=1e-12)
+        ((key, found),) = learner.get_etrace_of(weight).items()
+        assert key == (id(learner.graph.hidden_param_op_relations[0].y_var), 0)
+        np.testing.assert_allclose(found['weight'], trace[..., None], rtol=1e-12)
 
     learner, slopes = leaky_learner('pp_prop')
     x_side, f_side = 0.0, 0.0
@@ -413,8 +413,10 @@ def test_the_trace_of_a_weight_can_be_looked_at():
         x_side = 0.9 * x_side + x
         f_side = 0.9 * 0.8 * f_side + (1 - 0.9) * f
     xs, fs = learner.get_etrace_of(('W',))
-    np.testing.assert_allclose(xs[0], x_side, rtol=1e-12)
-    np.testing.assert_allclose(fs[0, 0][0], f_side, rtol=1e-12)
+    (relation,) = learner.graph.hidden_param_op_relations
+    np.testing.assert_allclose(xs[id(relation.x_var)], x_side, rtol=1e-12)
+    found = fs[id(relation.y_var), 'hidden_group_0']
+    np.testing.assert_allclose(found, f_side[..., None], rtol=1e-12)
 
 
 @both_rules

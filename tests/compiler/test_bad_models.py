@@ -231,9 +231,19 @@ def assert_unchanged(model, before):
 def test_a_bad_model_is_refused_with_what_was_found_and_what_to_do(make, error, says):
     model = build(make)
     with pytest.raises(error) as caught:
-        btf.compile_etrace_graph(model, draw(N_IN))
+        btf.D_RTRL(model).compile_graph(draw(N_IN))
     for part in says:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize('make', [NoTracedWeight, OnlyReadout, NoWeight])
+def test_a_model_of_which_nothing_is_traced_can_be_looked_at(make):
+    model, x = build(make), draw(N_IN)
+    graph = btf.compile_etrace_graph(model, x)
+    assert not graph.hidden_param_op_relations and btf.CompilationReport(graph).etrace_weights == []
+    assert list(graph.hid_path_to_group) == [('h',)]
+    zeros = graph.hidden_perturb.init_perturb_data()
+    assert np.array_equal(graph.call_hidden_perturb([x], zeros)[0], model(x))
 
 
 @pytest.mark.parametrize('make', [make for make, *_ in BAD])
@@ -243,7 +253,7 @@ def test_a_refused_model_is_as_it_was(make):
         state._been_writen = False  # as after brainstate's own transformations
     before, values, random = snapshot(model), leaves_of(model), brainstate.random.DEFAULT.value
     with pytest.raises(Exception):  # noqa: B017, the test above says which
-        btf.compile_etrace_graph(model, x)
+        btf.D_RTRL(model).compile_graph(x)
     assert_unchanged(model, before)
     for path, leaves in leaves_of(model).items():
         for a, b in zip(leaves, values[path], strict=True):

@@ -722,7 +722,7 @@ def test_what_an_output_loses_by_a_loop_that_mixes_is_said():
 def test_a_loop_that_mixes_on_the_way_to_a_state_is_said_to_mix_there_only():
     _, graph, _ = compiled(lambda: Leaking(lambda h: loop(lambda c: c - 0.1 * c.mean(), h)))
     levels = [(record.kind, record.level) for record in graph.diagnostics]
-    assert (DiagnosticKind.TRANSITION_NOT_POSITION_WISE, DiagnosticLevel.WARNING) in levels
+    assert (DiagnosticKind.CONTROL_FLOW_RECURRENT_MIXING, DiagnosticLevel.WARNING) in levels
     assert (DiagnosticKind.CONTROL_FLOW_OPAQUE_FWD, DiagnosticLevel.WARNING) not in levels
 
 

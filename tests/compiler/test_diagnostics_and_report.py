@@ -79,6 +79,18 @@ def note(message):
     emit(DiagnosticKind.WEIGHT_NOT_USED, INFO, message)
 
 
+def test_the_records_of_a_block_can_be_had_as_braintrace_gives_them():
+    with diagnostic_context() as reporter:
+        note('one')
+        assert reporter.records() == tuple(reporter) and len(reporter.records()) == 1
+
+
+def test_an_operand_that_is_not_trained_is_named():
+    graph = compiled(lambda: Second(lambda x, w: btf.matmul(x, w, jnp.ones(N))))
+    (record,) = graph.explain(kind=DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE)
+    assert record.context['key'] == 'bias'
+
+
 def test_records_go_to_the_innermost_block_of_their_own_thread():
     note('to nobody')
     with diagnostic_context() as outer:
@@ -209,6 +221,13 @@ class Inhibited(Leaky):
         return new
 
 
+class MixingLoop(Leaky):
+    """A loop that mixes the neurons."""
+
+    def leak(self, h):
+        return jax.lax.fori_loop(0, 20, lambda _, c: c - 0.01 * c.mean(), h)
+
+
 class LowRank(Leaky):
     """A weight with an update of low rank, itself made by an op."""
 
@@ -334,6 +353,7 @@ EMITTED = {
     'SCAN_DESCENT_SKIPPED': (lambda: Second(long_scan_of_weights), {}, INFO, None, ()),
     'SCAN_DESCENT_NO_RELATIONS': (lambda: Second(long_readout), {}, INFO, None, ()),
     'CONTROL_FLOW_OPAQUE_FWD': (Relaxing, {}, INFO, None, (('h',),)),
+    'CONTROL_FLOW_RECURRENT_MIXING': (MixingLoop, {}, WARNING, None, (('h',),)),
     'PRIMITIVE_INSIDE_CONTROL_FLOW': (lambda: Second(long_scan), EXCLUDE, WARNING, U, ()),
     'PRIMITIVE_INSIDE_CUSTOM_RULE': (lambda: Second(with_own_rule), {}, WARNING, U, ()),
     'HIDDEN_GROUP_MERGED': (Both, {}, INFO, None, (('h',), ('s',))),
@@ -351,11 +371,20 @@ EMITTED = {
 # Kinds of the reference for which the compiler raises instead.
 RAISED = {'WEIGHT_IN_WHILE'}
 # Kinds of wider scopes, which are tested with the rules that have them.
-OF_SCOPES = {'TRANSITION_PROBED', 'SNAP_PATTERN_CONSERVATIVE'}
+OF_SCOPES = {'TRANSITION_PROBED', 'SNAP_PATTERN_CONSERVATIVE', 'SNAP_PATTERN_DEGENERATE'}
+# Kinds of the reference that no record has, so that code which matches on them runs.
+OF_REFERENCE = {
+    'MULTI_OUTPUT_PRIMITIVE_DETECTED',
+    'PRIMITIVE_INSIDE_NESTED_JIT',
+    'PYTREE_WEIGHT_LEAF_AMBIGUOUS',
+    'RELATION_EXCLUDED_SLICED_WEIGHT',
+    'TRANSITION_TAIL_BOUNDED',
+    'WEIGHT_IN_CONTROL_FLOW',
+}
 
 
 def test_every_kind_has_a_model_that_shows_it():
-    assert set(EMITTED) | RAISED | OF_SCOPES == {kind.name for kind in DiagnosticKind}
+    assert set(EMITTED) | RAISED | OF_SCOPES | OF_REFERENCE == set(DiagnosticKind.__members__)
 
 
 @pytest.mark.parametrize('kind', EMITTED)
@@ -585,7 +614,7 @@ def test_a_report_lists_other_weights_with_the_reason(report):
 
 
 def test_a_report_lists_groups_carried_states_and_records(report):
-    assert report.hidden_groups == list(report.graph.hidden_groups)
+    assert report.hidden_groups == [(0, [('h',)])]
     assert report.dynamic_states == [('count',)]
     assert report.diagnostics == report.graph.diagnostics
 

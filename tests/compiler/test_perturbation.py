@@ -148,9 +148,32 @@ def test_collecting_drops_units():
 def test_collecting_needs_one_value_per_perturbation(number):
     _, graph, _ = compiled(ReadsNew)
     data = [jnp.zeros(N)] * number
-    with pytest.raises(ValueError, match=f'Found {number} .* expected 2.*') as error:
+    with pytest.raises(ValueError, match=f'perturb data has {number} .* expected 2.*') as error:
         graph.hidden_perturb.perturb_data_to_hidden_group_data(data, graph.hidden_groups)
     assert "('h',)" in str(error.value) and "('s',)" in str(error.value)
+
+
+def test_collecting_needs_a_perturbation_of_every_state():
+    _, graph, _ = compiled(ReadsNew)
+    perturb = graph.hidden_perturb._replace(perturb_hidden_paths=[('h',), ('other',)])
+    with pytest.raises(ValueError, match=r"no perturbation of \[\('s',\)\], only of .*'other'"):
+        perturb.perturb_data_to_hidden_group_data(perturb.init_perturb_data(), graph.hidden_groups)
+
+
+def test_a_loop_that_the_policy_forbids_is_not_perturbed():
+    class Relaxing(ReadsNew):
+        def update(self, x):
+            super().update(x)
+            self.h.value = jax.lax.while_loop(
+                lambda c: c[0] < 3, lambda c: (c[0] + 1, 0.9 * c[1]), (0, self.h.value)
+            )[1]
+            return self.h.value
+
+    model, x = build(Relaxing), draw(N_IN)
+    btf.add_hidden_perturbation_in_module(model, x)
+    policy = btf.ControlFlowPolicy(while_hidden='error')
+    with pytest.raises(NotImplementedError, match='while loop'):
+        btf.add_hidden_perturbation_in_module(model, x, control_flow=policy)
 
 
 # call_hidden_perturb
