@@ -22,11 +22,13 @@ SAMPLE = ('_op/grouped_test', '_op/dense_test', '_compiler/graph_test', 'nn/_rnn
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='python -m parity', description=__doc__)
-    parser.add_argument('files', nargs='*', help='parts of names of test files; by default all')
+    parser.add_argument('files', nargs='*', help='parts of names of files; by default all')
     parser.add_argument('--sample', action='store_true', help='a few files only')
     parser.add_argument('--workers', type=int, default=2, help='processes side by side')
     parser.add_argument('--seconds', type=int, default=120, help='the limit of one test')
     parser.add_argument('--examples', type=Path, help='run the examples of a checkout instead')
+    parser.add_argument('--limit', type=int, default=240, help='seconds that an example may take')
+    parser.add_argument('--short', action='store_true', help='examples with small arguments')
     parser.add_argument(
         '--reference', action='store_true', help='run what failed last on the reference itself'
     )
@@ -37,7 +39,7 @@ def main() -> int:
     """Returns whether anything is wrong, as a status."""
     given, start = _arguments(), time.monotonic()
     if given.examples is not None:
-        return _examples(given.examples, given.workers)
+        return _examples(given)
     sources = fetch()
     parts = SAMPLE if given.sample else given.files
     files = sorted(sources.rglob('*_test.py'))
@@ -80,11 +82,14 @@ def _reference(sources: Path, files: Sequence[Path], given: argparse.Namespace) 
     return 0
 
 
-def _examples(checkout: Path, workers: int) -> int:
-    rows = [row for row in run_examples(checkout, workers=workers) if row[1] == 'passed']
-    passed = sum(row[2] == 'passed' for row in rows)
+def _examples(given: argparse.Namespace) -> int:
+    rows = run_examples(
+        given.examples, given.files, workers=given.workers, seconds=given.limit, short=given.short
+    )
+    rows = [row for row in rows if row['there'] == 'passed']
+    passed = sum(row['here'] == 'passed' for row in rows)
     print(f'==> {passed} of {len(rows)} examples that run on the reference run here')
-    return passed < BAR * len(rows)
+    return passed < len(rows)
 
 
 if __name__ == '__main__':

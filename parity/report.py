@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from .examples import examples_section
 from .reasons import REASONS, Reason
 from .run import Outcome
 
@@ -100,7 +101,7 @@ def as_page(found: Mapping[str, Outcome], counts: Mapping[str, Counts]) -> str:
     for test in _failing(found):
         reason = _reason(test, found[test]['why'])
         tests['No reason is given yet.' if reason is None else reason.text].append(test)
-    parts = [PREAMBLE, as_table(counts), '', '## Tests that fail, and why', '']
+    parts = [PREAMBLE, as_table(counts), '', examples_section(), '## Tests that fail, and why', '']
     for text, names in sorted(tests.items(), key=lambda item: -len(item[1])):
         parts += [f'**{len(names)}.** {text}', '', *_lines(names), '']
     return '\n'.join(parts).rstrip() + '\n'

@@ -16,13 +16,13 @@ from ..runtime.neighbourhoods import NeighbourhoodEngine
 from ..runtime.trace_layout import f_key, trace_key, x_key
 from .axes import ETraceConfig
 from .base import EligibilityTrace
+from .step_hooks import HookedAlgorithm
 from .trace_views import views
-from .vjp import ETraceVjpAlgorithm
 
 __all__ = ['D_RTRL', 'ES_D_RTRL', 'IODimVjpAlgorithm', 'ParamDimVjpAlgorithm', 'pp_prop']
 
 
-class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
+class ParamDimVjpAlgorithm(HookedAlgorithm):
     r"""D-RTRL: a trace of the size of the weights, per example and state.
 
     .. math::
@@ -101,6 +101,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
             chunks=self.differentiates_calls,
             transform=self.factor_transform(graph),
             stochastic=self.stochastic_rounding,
+            whole=self.has_hooks,
             backend=self.resolved_backend,
             room=trace_room(self.memory_budget),
         )
@@ -122,7 +123,7 @@ class ParamDimVjpAlgorithm(ETraceVjpAlgorithm):
         return None if kappa is None else Filter(kappa, graph.hidden_groups)
 
 
-class IODimVjpAlgorithm(ETraceVjpAlgorithm):
+class IODimVjpAlgorithm(HookedAlgorithm):
     r"""pp-prop: a trace of the size of inputs and outputs.
 
     .. math::

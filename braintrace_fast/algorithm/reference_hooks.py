@@ -1,11 +1,15 @@
 """The hooks by which subclasses change braintrace's learning rules, and what to override here.
 
-Nothing here calls them. A class that overrides one would learn as if it did not, so it is refused.
+All but two of them (`SERVED`) are never called here. A class that overrides one would learn as if
+it did not, so it is refused.
 """
 
 from ..errors import NotSupportedError
 
-__all__ = ['refuse_reference_hooks']
+__all__ = ['SERVED', 'refuse_reference_hooks']
+
+SERVED = ('_update_etrace_data', '_solve_weight_gradients')
+"""Those that rules with a trace of their factors call, see :class:`HookedAlgorithm`."""
 
 ENGINE = 'make_engine, which returns an Engine: how a trace advances and what is read off it'
 SIGNALS = 'learning_signals, and entry_signals for chunks that are differentiated in full'
@@ -42,7 +46,8 @@ REPLACEMENTS = {
 
 def refuse_reference_hooks(cls: type) -> None:
     """Raise an error if a class of learners has a hook that nothing calls."""
-    found = [name for name in REPLACEMENTS if hasattr(cls, name)]
+    served = getattr(cls, 'served_hooks', ())
+    found = [name for name in REPLACEMENTS if hasattr(cls, name) and name not in served]
     if found:
         lines = [f'  {name}; override here: {REPLACEMENTS[name]}' for name in found]
         raise NotSupportedError(

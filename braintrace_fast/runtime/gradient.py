@@ -29,7 +29,7 @@ class GradientSum:
 
     def __init__(self, graph: ETraceGraph, params: Values, start: Values) -> None:
         self._relations = list(graph.hidden_param_op_relations)
-        self._params = params
+        self.params = params
         self._trees = {path: jax.tree.structure(value) for path, value in params.items()}
         self._leaves = {path: jax.tree.leaves(value) for path, value in start.items()}
 
@@ -64,7 +64,7 @@ class GradientSum:
         for key, way in self._relations[index].weight_ways.items():
             if not only(key):
                 continue
-            pulled = way.pull_back(leaves_of(self._params, way), grads[key], varying.get(key, ()))
+            pulled = way.pull_back(leaves_of(self.params, way), grads[key], varying.get(key, ()))
             for place in way.traced:
                 self.add_leaf(way.paths[place], way.leaf_indices[place], pulled[place])
 
@@ -79,7 +79,7 @@ class GradientSum:
         """The weight gradients of an op, in its coordinates; by default those of a step."""
         relation = self._relations[index]
         weights = {
-            key: way(leaves_of(self._params, way), varying.get(key, ()))
+            key: way(leaves_of(self.params, way), varying.get(key, ()))
             for key, way in (relation.weight_ways | relation.fixed_ways).items()
         }
         return relation.primitive.weight_vjp(
@@ -104,7 +104,7 @@ class GradientSum:
             grads = self._from_view(relation, grads)
         for key, way in relation.weight_ways.items():
             if way.is_static:
-                pulled = way.pull_back(leaves_of(self._params, way), grads[key])
+                pulled = way.pull_back(leaves_of(self.params, way), grads[key])
             else:
                 pulled = tuple(grads[key] for _ in way.traced)
             for place, gradient in zip(way.traced, pulled, strict=True):
@@ -117,7 +117,7 @@ class GradientSum:
         view, params = relation.primitive.trace_rules.weight_view, relation.rule_params
         weights = {
             # A view of weights that may vary is linear, and the same at all of them.
-            key: way(leaves_of(self._params, way)) if way.is_static else jnp.zeros(way.shape)
+            key: way(leaves_of(self.params, way)) if way.is_static else jnp.zeros(way.shape)
             for key, way in (relation.weight_ways | relation.fixed_ways).items()
         }
         viewed, pull_back = jax.vjp(lambda weights: view(weights, **params), weights)
@@ -131,14 +131,34 @@ class GradientSum:
             for path, leaves in self._leaves.items()
         }
 
-    def add_plain(self, gradients: Values) -> None:
-        """Add gradients, by path, to the leaves of parameters that no trace belongs to."""
-        traced = {
+    def replace(self, gradients: Values) -> None:
+        """Take these gradients, by path, instead of all that were added."""
+        if gradients.keys() != self._leaves.keys():
+            raise ValueError(
+                f'There are gradients of {list(gradients)}, expected {list(self._leaves)}.'
+            )
+        self._leaves = {path: jax.tree.leaves(value) for path, value in gradients.items()}
+
+    def by_whether_traced(self) -> tuple[Values, Values]:
+        """The result, of parameters that a trace belongs to, and of others."""
+        traced = {path for path, _ in self._traced_leaves()}
+        result = self.result()
+        return (
+            {path: value for path, value in result.items() if path in traced},
+            {path: value for path, value in result.items() if path not in traced},
+        )
+
+    def _traced_leaves(self) -> set[tuple[Any, int]]:
+        return {
             (way.paths[place], way.leaf_indices[place])
             for relation in self._relations
             for way in relation.weight_ways.values()
             for place in way.traced
         }
+
+    def add_plain(self, gradients: Values) -> None:
+        """Add gradients, by path, to the leaves of parameters that no trace belongs to."""
+        traced = self._traced_leaves()
         for path, value in gradients.items():
             for index, leaf in enumerate(jax.tree.leaves(value)):
                 if (path, index) not in traced and leaf.dtype != jax.dtypes.float0:

@@ -59,6 +59,9 @@ class MaterializedEngine:
         What to run kernels with.
     room : int, optional
         The most bytes that the trace may take. A larger one is neither made nor carried.
+    whole : bool
+        Whether every plane is kept as it is defined, because something else may change it, and
+        gradients are read off what it made of it.
     """
 
     is_small = False
@@ -72,6 +75,7 @@ class MaterializedEngine:
         stochastic: bool = False,
         backend: Backend = PLAIN,
         room: int | None = None,
+        whole: bool = False,
     ) -> None:
         self.graph = graph
         self.trace_dtype = trace_dtype
@@ -84,9 +88,10 @@ class MaterializedEngine:
         self.reads_entry = chunks
         copies = 1 if transform is None else transform.copies
         # Kernels take planes of one shape, and every element draws its own random bits.
-        self.compresses = backend.name == 'jax' and not stochastic
+        by_input = not (stochastic or whole)
+        self.compresses = backend.name == 'jax' and by_input
         self.planes = [
-            trace_planes(graph, link, chunks, copies, not stochastic) for link in self.links
+            trace_planes(graph, link, chunks or whole, copies, by_input) for link in self.links
         ]
         self.too_large = too_large(self.relations, self.links, self.trace_shape(), room)
         if self.too_large is not None:

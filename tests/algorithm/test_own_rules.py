@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import braintrace_fast as btf
-from braintrace_fast.algorithm.reference_hooks import REPLACEMENTS
+from braintrace_fast.algorithm.reference_hooks import REPLACEMENTS, SERVED
 from braintrace_fast.errors import NotSupportedError
 
 BASES = (
@@ -25,16 +25,18 @@ BASES = (
 @pytest.mark.parametrize('hook', REPLACEMENTS)
 @pytest.mark.parametrize('base', BASES, ids=lambda base: base.__name__)
 def test_hooks_that_nothing_calls_are_refused_when_the_class_is_made(base, hook):
+    if hook in SERVED and issubclass(base, btf.ParamDimVjpAlgorithm | btf.IODimVjpAlgorithm):
+        pytest.skip('It is called.')
     with pytest.raises(NotSupportedError, match=f'Mine overrides(.|\n)*{hook}; override here: '):
         type('Mine', (base,), {hook: lambda self, *args: None})
 
 
 def test_hooks_of_a_mixin_are_refused():
     class Mixin:
-        def _solve_weight_gradients(self, *args):
+        def _compute_learning_signal(self, *args):
             return {}
 
-    with pytest.raises(NotSupportedError, match='_solve_weight_gradients'):
+    with pytest.raises(NotSupportedError, match='_compute_learning_signal'):
         type('Mine', (Mixin, btf.D_RTRL), {})
 
 
