@@ -199,10 +199,11 @@ def examples_section() -> str:
 
 SECTION = """## Its examples
 
-With nothing but their imports changed, {} that run on braintrace run here to their end
-(`make parity EXAMPLES=checkout`). What fails on braintrace itself does not count; mostly it needs a
-data set, or a package that is not installed. *Short* means that `main` was called with small
-arguments, to save time.
+With nothing but their imports changed,
+{} that run on braintrace run here to their end
+(`make parity EXAMPLES=checkout`), but for cells of notebooks that use private names. What fails on
+braintrace itself does not count; mostly it needs a data set, or a package that is not installed.
+*Short* means that `main` was called with small arguments, to save time.
 """
 
 
