@@ -15,6 +15,8 @@ LONG = {
     5000: ['d_rtrl fresh'],
 }
 """Contenders of the longer runs of the basic workloads."""
+OWN = [name for name in WORKLOADS if name.endswith(' own') or name == 'gru dense']
+"""Workloads whose neurons differ: what is carried for them is never the same for two."""
 
 
 def cases():
@@ -29,6 +31,8 @@ def cases():
     for workload in BASIC:
         for steps, contenders in LONG.items():
             yield from ((workload, steps, contender) for contender in contenders)
+    for workload in OWN:
+        yield from ((workload, 400, name) for name in ('d_rtrl fresh', 'd_rtrl carry', 'pp_prop'))
 
 
 @pytest.mark.benchmark(group='gradient')
