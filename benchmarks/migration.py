@@ -102,18 +102,22 @@ def table(workload: str, rounds: int, sizes: Sizes) -> list[str]:
     rows = []
     for way, times in seconds.items():
         ratio = Ratio.of(times, seconds[BASELINE])
-        gain = 1 / ratio.value
-        spread = f'{1 / ratio.high:.2g} to {1 / ratio.low:.2g}'
+        gain = _two_digits(1 / ratio.value)
+        spread = f'{_two_digits(1 / ratio.high)} to {_two_digits(1 / ratio.low)}'
         milliseconds = 1e3 * statistics.median(times) / sizes['steps']
-        cells = (workload, way, f'{milliseconds:.3g}', f'{gain:.2g} ({spread})')
+        cells = (workload, way, f'{milliseconds:.3g}', f'{gain} ({spread})')
         rows.append('| ' + ' | '.join((*cells, f'{errors[way]:.0e}')) + ' |')
     return rows
+
+
+def _two_digits(number: float) -> str:
+    return f'{float(f"{number:.2g}"):g}'
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table of the workloads that are named."""
     parser = argparse.ArgumentParser(prog='python -m benchmarks.migration')
-    parser.add_argument('workloads', nargs='*', default=['lif', 'gru'])
+    parser.add_argument('workloads', nargs='*', default=['lif', 'lif_expon own', 'gru'])
     parser.add_argument('--rounds', type=int, default=9)
     parser.add_argument('--set', nargs='*', default=[], metavar='size=n', help='other sizes')
     given = parser.parse_args(arguments)
