@@ -348,7 +348,7 @@ def _carried_in_blocks(length: int, budget: int, traits: Traits, count: Count) -
     if not traits.is_cached or traits.is_small or traits.refuses_backwards is not None:
         return None
     kept = traits.recorded_bytes + traits.carried_bytes
-    block, most = traits.block(count), min(LONG, RECORDED // max(kept, 1))
+    block, most = traits.block(count), min(AT_ONCE * traits.enough, RECORDED // max(kept, 1))
     windows = split(length, max(block, most), even=True)
     longest = max(steps for _, steps in windows)
     whole = count._replace(fixed=count.fixed + longest * kept)

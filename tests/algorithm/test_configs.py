@@ -90,7 +90,23 @@ def every_way(layer, config, **options):
     return learner, found, true
 
 
-@pytest.mark.parametrize('config', [*WHOLE, *FACTORIZED], ids=C.describe)
+def _differs_once(config):
+    """From D-RTRL or pp_prop, in one axis at most: a configuration that stands for others."""
+    if config.is_factorized:
+        usual = config.recursion_x == 'scalar_leak', config.recursion_f == 'jacobian'
+    else:
+        usual = config.temporal_recursion == 'jacobian', config.trace_filter == 'none'
+    return [*usual, config.learning_signal == 'symmetric'].count(False) <= 1
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        pytest.param(config, marks=() if _differs_once(config) else pytest.mark.slow)
+        for config in (*WHOLE, *FACTORIZED)
+    ],
+    ids=C.describe,
+)
 def test_a_configuration_learns_what_is_written_out_by_hand(config, x64):
     _, found, true = every_way(Layer(skip=0.4), config)
     for grads in found:

@@ -139,8 +139,22 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize('windows', WINDOWS.values(), ids=WINDOWS)
-@pytest.mark.parametrize('options', MODELS.values(), ids=MODELS)
+QUICKLY = 'carry, odd windows', 'fresh'
+
+
+@pytest.mark.parametrize(
+    ('options', 'windows'),
+    [
+        pytest.param(
+            MODELS[model],
+            WINDOWS[windows],
+            id=f'{model}-{windows}',
+            marks=() if model == 'two states' or windows in QUICKLY else pytest.mark.slow,
+        )
+        for model in MODELS
+        for windows in WINDOWS
+    ],
+)
 def test_windows_give_the_gradient_of_all_substeps(options, windows):
     model, xs = Substeps(**options), inputs()
     found = gradient(learn(model), xs, **windows)
@@ -197,7 +211,7 @@ def pp_prop(model, xs, a_x, a_f):
 
 
 @pytest.mark.parametrize('windows', WINDOWS.values(), ids=WINDOWS)
-@pytest.mark.parametrize('size', [1, 2])
+@pytest.mark.parametrize('size', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_pp_prop_counts_substeps(size, windows):
     model, xs = Substeps(size), inputs()
     found = gradient(learn(model, 'pp_prop', decay_or_rank=0.9), xs, **windows)
