@@ -177,7 +177,7 @@ class IODimVjpAlgorithm(HookedAlgorithm):
         """The decay of both sides, if it is the same."""
         if self.decay_x != self.decay_f:
             raise AttributeError(
-                f'There is no one decay: decay_x is {self.decay_x}, and decay_f {self.decay_f}.'
+                f'The decays are asymmetric: decay_x is {self.decay_x}, and decay_f {self.decay_f}.'
             )
         return self.decay_x
 

@@ -167,7 +167,7 @@ class ETraceVjpAlgorithm(ConfiguredAlgorithm):
         other = config.learning_signal in ('random_feedback', 'modulatory')
         if (mixes or other) and any(r.substeps for r in self.graph.hidden_param_op_relations):
             raise NotSupportedError(
-                'The step has an op inside a long scan, through which '
+                'The step has an op inside a descended scan (a long one), through which '
                 f'{config.recurrence_scope if mixes else config.learning_signal!r} is not '
                 'followed. Have the scan unrolled: compile(..., control_flow='
                 'ControlFlowPolicy(scan_unroll_limit=...)), with its length or more.'

@@ -80,6 +80,11 @@ REASONS: tuple[Reason, ...] = (
         '== 0.0',
     ),
     Reason(
+        'braintrace/_typing_test.py::test_brainstate_aliases_are_reexported_*',
+        'The test is of a private module of types.',
+        'has no attribute',
+    ),
+    Reason(
         '*_testing/scenario_catalog_test.py::*::test_perturbed_jaxpr_detaches_while_inputs',
         'A `while` loop passes gradients where it acts position by position: its inputs are not '
         'detached.',
