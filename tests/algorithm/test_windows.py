@@ -88,16 +88,17 @@ def test_a_window_in_blocks_leaves_the_gradient_and_the_trace_of_a_whole_one(
     monkeypatch.setitem(ALGORITHMS, 'filter', RULES['filter'])
     learned = learning(case, rule)
     results = []
-    for steps, block in ((3, None), (4, 3)):
+    for steps, block in ((3, None), (STEPS, 4), (3, 2)):
         cut_into(monkeypatch, steps, block, backwards=False)
         begin(learned)
         found = in_windows(learned)
         assert learned.learner.plan.block == block
         results.append((found, [s.value for s in learned.learner.own_states]))
-    (expected, before), (found, after) = results
-    check(found, expected, rtol=1e-10)
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    (expected, before), *others = results
+    for found, after in others:
+        check(found, expected, rtol=1e-10)
+        for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 @every_algorithm
