@@ -251,7 +251,9 @@ class _Window:
             self.loop.has_effects,
         )
         engine = self.driver.engine
-        carried = engine.carried_bytes() if isinstance(engine, BackwardEngine) else 0
+        carried = None
+        if isinstance(engine, BackwardEngine) and self.like_signals is not None:
+            carried = engine.carried_bytes()
         return traits._replace(recorded_bytes=self.loop.recorded_bytes, carried_bytes=carried)
 
     @property

@@ -156,7 +156,8 @@ class Traits(NamedTuple):
     recorded_bytes : int
         The bytes that are kept of a step for what is computed after all steps ran forwards.
     carried_bytes : int
-        The bytes of a step that a trace is carried past it by: inputs of ops, and ``u``.
+        The bytes of a step that a trace is carried past it by: inputs of ops, and ``u``. None if
+        windows that carry one cannot be worked through in blocks, as without a gradient.
     """
 
     step_bytes: int
@@ -166,7 +167,7 @@ class Traits(NamedTuple):
     can_carry: bool = True
     is_cached: bool = False
     recorded_bytes: int = 0
-    carried_bytes: int = 0
+    carried_bytes: int | None = None
 
     @property
     def enough(self) -> int:
@@ -345,7 +346,9 @@ def _carried_in_blocks(length: int, budget: int, traits: Traits, count: Count) -
 
     Of every step there is kept what it recorded, and what the trace is carried by.
     """
-    if not traits.is_cached or traits.is_small or traits.refuses_backwards is not None:
+    if traits.carried_bytes is None or not traits.is_cached:
+        return None
+    if traits.is_small or traits.refuses_backwards is not None:
         return None
     kept = traits.recorded_bytes + traits.carried_bytes
     block, most = traits.block(count), min(AT_ONCE * traits.enough, RECORDED // max(kept, 1))

@@ -16,7 +16,7 @@ _SAID_ONCE = (
 )
 _ONE_PRIMITIVE = (
     'The test looks for names of primitives. There is one here for products with and without a '
-    'batch, `etp_matmul`, in the transition as asked for.'
+    'batch, `etp_mm`, in the transition as asked for.'
 )
 _LEARNED = (
     'braintrace refuses this model. Here it is learned, with the same gradient as if the scan were '

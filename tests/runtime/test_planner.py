@@ -126,6 +126,12 @@ def test_blocks_of_a_carried_window_stay_within_the_budget(model):
         assert learner.plan.bytes < plan.bytes
 
 
+def test_long_sequences_without_a_gradient_are_not_in_blocks():
+    learner = new_learner('two planes')
+    learner.etrace_evolve(jnp.ones((250, BATCH, N_IN)), memory_budget='1TB')
+    assert learner.plan.block is None
+
+
 def counted(learner, length=1000, **options):
     """By default so many steps that a rough count does not decide."""
     with pytest.MonkeyPatch.context() as patch:
@@ -477,5 +483,6 @@ def test_on_cpus_windows_that_carry_a_trace_are_worked_through_in_blocks(
     assert plan.windows == windows and plan.block == block and not plan.backwards
     tight = plan_windows(window, inputs, args, None, False, plan.bytes - 1, traits)
     assert tight.block is None
-    for other in (elsewhere, traits._replace(refuses_backwards='for a reason')):
+    whole = {'refuses_backwards': 'for a reason'}, {'carried_bytes': None}
+    for other in (elsewhere, *(traits._replace(**one) for one in whole)):
         assert plan_windows(window, inputs, args, None, False, 2**50, other).block is None
